@@ -21,7 +21,8 @@ import yaml
 
 from bench.report import option_parser, report
 from megatron_bapo.config.architecture import FAMILIES, Architecture
-from megatron_bapo.config.schema import Config, ModelConfig
+from megatron_bapo.config.model import ModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.parameters import num_active_parameters

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_bapo.cluster.ray_cluster import create_actor
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.simulation.modelled_engine import EngineModel, ModelledEngine, Policy

@@ -34,8 +34,9 @@ from bench.hf_io import local_names_bridge
 from bench.report import medians_s, option_parser, report
 from bench.resident_bytes import peak_resident_bytes
 from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.build import build_policy
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.model.hf_export import own_shapes, stream_tensors

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from megatron_bapo.config.architecture import read_architecture, written_dtype
 from megatron_bapo.config.evaluation import EvalConfig, EvaluatedModelConfig
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.model_checks import download_hint, model_problems, shape_problems
-from megatron_bapo.config.schema import Config, ModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
 _MAX_FILE_BYTES = 4 << 30

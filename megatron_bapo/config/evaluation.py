@@ -8,9 +8,10 @@ from typing import Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from megatron_bapo.config.data import DataConfig, PromptConfig, PromptSourceConfig
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.reward import FREE_FUNCTION_KEYS, EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import EngineConfig, EvaluationConfig, RolloutConfig, SamplingConfig
-from megatron_bapo.config.schema import Config, ModelConfig, TrainerConfig
+from megatron_bapo.config.schema import Config, TrainerConfig
 from megatron_bapo.config.section import Section, Seed
 
 RESPONSE_KEYS = ("max_response_length", "quantization", "kv_cache_dtype")

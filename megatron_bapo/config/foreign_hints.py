@@ -76,7 +76,7 @@ def value_hint(key: str, value: Any) -> str | None:
 
 def _hint(key: str, value: Any, keys: Sequence[str], in_section: bool, known: Known) -> str | None:
     """Return the hint about one key that holds a plain value."""
-    name = key.rpartition(".")[2]
+    section, _, name = key.rpartition(".")
     is_bare, is_ours = "." not in key, any(each.rpartition(".")[2] == name for each in keys)
     if name == "objective" and "algorithm.objective" in keys and (hint := value_hint("algorithm.objective", value)):
         return f"did you mean algorithm.objective? {hint}"
@@ -86,8 +86,11 @@ def _hint(key: str, value: Any, keys: Sequence[str], in_section: bool, known: Kn
     found = found or [row for project in projects() for row in ending_in(project, key)]
     if key.partition(".")[0] not in keys:
         found = found or [row for project in projects() if (row := find(project, key))]
-    if in_section and not is_ours:
-        found = found or [row for project in projects() for row in ending_in(project, name)]
+    if in_section and not is_ours and not found:
+        found = [row for project in projects() for row in ending_in(project, name)]
+        beside = [each for each in keys if each.startswith(f"{section}.")]
+        if any({*name.split("_")} < {*each.rpartition(".")[2].split("_")} for each in beside):  # num_steps for steps
+            found = [row for row in found if not set(row.ours).isdisjoint(beside)]
     return _joined([row for row in found if not row.ours or set(row.ours) & set(keys)], key, value, known)
 
 

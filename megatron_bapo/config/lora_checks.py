@@ -18,6 +18,8 @@ def lora_problems(config: Config) -> Iterator[str]:
             f"model.lora with fp8.recipe={config.fp8.recipe}: adapters need linear layers with separate inputs, and "
             "FP8 products are fused with the norms before them; remove the section fp8 or model.lora"
         )
+    if config.model.freeze_router:
+        yield "model.freeze_router=true with model.lora: adapters freeze all weights of the model; remove freeze_router"
     if config.model.lora.dropout and config.algorithm.clip_bounds.method == "speculate":
         yield (
             f"model.lora.dropout={config.model.lora.dropout} with algorithm.clip_bounds.method=speculate: a pass that "

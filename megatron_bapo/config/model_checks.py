@@ -17,10 +17,11 @@ from megatron_bapo.config.linear_attention_checks import (
     trainer_linear_problems,
 )
 from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.rollout import EngineSizeConfig
-from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.config.sink_checks import engine_sink_problems, policy_sink_problems, trainer_sink_problems
 from megatron_bapo.errors import UserError
 
@@ -298,6 +299,8 @@ def _missing_expert_problems(config: Config, where: str) -> Iterator[str]:
             f"algorithm.routing_replay={config.algorithm.routing_replay} replays the choice of experts, but the "
             f"model has none ({where}); set it to none"
         )
+    if config.model.freeze_router:
+        yield f"model.freeze_router=true, but the model has no experts ({where}), and so no routers; remove it"
     if (ep := config.parallel.expert_model_parallel_size) > 1:
         yield (
             f"parallel.expert_model_parallel_size={ep} splits a layer's experts, but the model has none ({where}); "

@@ -1,8 +1,8 @@
 """The configuration of a run: frozen sections with every default of the project, without torch.
 
 Unknown keys are errors. Sizes are counted in trajectories or tokens, times in seconds. Derived values are properties.
-The larger sections are in `algorithm.py`, `data.py`, `logging.py`, `optimizer.py`, `reward.py` and `rollout.py`; rules
-that span sections are in `checks.py`.
+The larger sections are in `algorithm.py`, `data.py`, `logging.py`, `model.py`, `optimizer.py`, `reward.py` and
+`rollout.py`; rules that span sections are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.logging import LoggingConfig
-from megatron_bapo.config.lora import LoraConfig
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
@@ -29,55 +29,6 @@ BFLOAT16_LOG_PROB_NOISE = 0.2
 """The same in bfloat16. Up to 0.07 was measured with 4 layers, and rounding adds up over layers."""
 FP8_LOG_PROB_NOISE = 0.5
 """The same if one side multiplies in FP8, whose 3 mantissa bits round a weight by up to 1/16."""
-
-
-class CreateModelConfig(Section):
-    """A randomly initialized checkpoint with Qwen3's architecture and a byte tokenizer, written to the run directory.
-
-    The keys are those of a Hugging Face config.json."""
-
-    num_hidden_layers: PositiveInt = 4
-    """Number of layers."""
-    hidden_size: PositiveInt = 128
-    """Width of the hidden states."""
-    intermediate_size: PositiveInt = 384
-    """Width of the MLPs."""
-    num_attention_heads: PositiveInt = 4
-    """Number of attention heads."""
-    num_key_value_heads: PositiveInt = 2
-    """Number of key/value heads, each of which is shared by several attention heads."""
-    head_dim: Annotated[PositiveInt, Field(multiple_of=2)] = 32
-    """Width of an attention head."""
-    max_position_embeddings: PositiveInt = 512
-    """Maximum length of prompt and response together, in tokens."""
-    tie_word_embeddings: bool = True
-    """Share the weights of the input and output embeddings."""
-    initializer_range: PositiveFloat = 0.06
-    """Standard deviation of the initial weights. With 0.02, common for wide models, so narrow a model learns slowly."""
-    vocab_size: Annotated[int, Field(ge=258)] = 320
-    """Vocabulary size. 256 bytes, the end of sequence and the common beginning of the prompts are used; the rest makes
-    it divisible by tensor parallel sizes."""
-
-
-class ModelConfig(Section):
-    """The policy: exactly one of `path` and `create`."""
-
-    path: Path | None = None
-    """Folder of a Hugging Face checkpoint with config.json, safetensors files and tokenizer files."""
-    create: CreateModelConfig | None = None
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the weights and activations in trainer and engines."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Implementation of the layers: Megatron's own with attention in plain torch, or Transformer Engine's fused layers,
-    which need a GPU."""
-    lora: LoraConfig | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.create is None):
-            one = "give exactly one of model.path (a Hugging Face folder) and model.create (a small model)"
-            raise ValueError(f"{one}; null removes one that another file sets, such as model.create=null")
-        return self
 
 
 class ParallelConfig(Section):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.linear_attention_fields import LINEAR_SIZES
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.pipeline_layers import chunk_layers
-from megatron_bapo.config.schema import ModelConfig, ParallelConfig
+from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.precision import fp8_settings
 from megatron_bapo.parallel.megatron import MLATransformerConfig, TransformerConfig, quick_gelu
 

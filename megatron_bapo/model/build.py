@@ -216,6 +216,9 @@ def _build_chunk(
     if architecture.family.linear_biases:
         prepare_expert_biases(gpt)
     gpt = gpt.to(local_device()).requires_grad_(not frozen)
+    if config.model.freeze_router:
+        for router in _routers(gpt):
+            router.requires_grad_(False)
     if lora is not None and not frozen:
         offsets = {"layer_offset": layers.start, "expert_offset": _expert_offset(architecture, groups)}
         attach_adapters(gpt, architecture, lora, groups, **offsets, sp=parallel.sequence_parallel)
@@ -249,14 +252,17 @@ def freeze_router_biases(gpt: GPTModel) -> None:
     Megatron has them as buffers, which it converts to the model's dtype, and moves them to balance the load of the
     experts. Engines that generate rollouts do not, so they stay as they are.
     """
-    decoder: Any = gpt.decoder
-    for layer in decoder.layers:
-        router = getattr(layer.mlp, "router", None)
-        if router is not None and router.expert_bias is not None:
+    for router in _routers(gpt):
+        if router.expert_bias is not None:
             bias = router.expert_bias.float()
             del router.expert_bias
             router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
             router.enable_expert_bias = False  # do not count the tokens of each expert
+
+
+def _routers(gpt: GPTModel) -> list[Any]:
+    decoder: Any = gpt.decoder
+    return [layer.mlp.router for layer in decoder.layers if hasattr(layer.mlp, "router")]
 
 
 def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.files import replace_folder
 from megatron_bapo.garbage_collection import collector_paused
 

@@ -132,8 +132,14 @@ def frozen_tensors(arch: Architecture) -> frozenset[str]:
     return frozenset(expected_shapes(arch, rows))
 
 
+def router_tensors(arch: Architecture) -> frozenset[str]:
+    """Return the names of the routers' tensors that training changes unless `model.freeze_router` is set."""
+    rows = tuple(row for row in TRAINED_TABLE if row.megatron[0].startswith("mlp.router."))
+    return frozenset(expected_shapes(arch, rows))
+
+
 def trained_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Return name and shape of every tensor that training changes."""
+    """Return name and shape of every tensor that training changes, those of frozen routers included."""
     return expected_shapes(arch, TRAINED_TABLE)
 
 

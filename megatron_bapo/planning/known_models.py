@@ -7,8 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.model_checks import TEACHER, created_architecture
-from megatron_bapo.config.schema import Config, ModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
 FOLDER = Path(__file__).parent / "architectures"

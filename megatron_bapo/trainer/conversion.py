@@ -21,7 +21,7 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.files import make_folder, read_json_object, unwritable
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
-from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, trained_shapes
+from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, router_tensors, trained_shapes
 from megatron_bapo.model.megatron_checkpoint import MegatronTensors
 from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
 from megatron_bapo.model.stacked_experts import Dequantized, Stacked, Tensors, by_expert, file_shapes
@@ -76,8 +76,9 @@ def hugging_face_from_checkpoint(
     Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
-    weights, frozen = checkpoint / WEIGHTS, frozen_tensors(architecture)
+    weights = checkpoint / WEIGHTS
     with SafetensorsFolder(weights) as saved, ExitStack() as stack:
+        frozen = frozen_tensors(architecture) | (router_tensors(architecture) - saved.shapes().keys())
         tensors: Tensors = saved
         if (checkpoint / ADAPTER_CONFIG).is_file():
             lora = read_adapter_config(checkpoint)

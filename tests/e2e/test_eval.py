@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.hf_create import create_checkpoint
 from tests.e2e.small_disk import fill, free, small_disk

@@ -22,7 +22,7 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.data.rollout_files import read_rollouts, rollout_files
 from megatron_bapo.data.rollout_table import MAX_TEXT
 from megatron_bapo.metrics.sinks import read_rows

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_bapo.config.architecture import FAMILIES
-from megatron_bapo.config.schema import ModelConfig, ParallelConfig
+from megatron_bapo.config.model import ModelConfig
+from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.architecture import transformer_config
 from megatron_bapo.model.build import freeze_router_biases
 from megatron_bapo.model.hf_export import save_hugging_face

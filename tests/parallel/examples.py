@@ -16,11 +16,13 @@ TRACED = (9, 4, 5, 1, 2)
 """Examples whose tokens are traced."""
 
 
-def make_config(model: Path, run_dir: Path, parallel: dict, dtype: str, *, packing: bool) -> Config:
+def make_config(
+    model: Path, run_dir: Path, parallel: dict, dtype: str, *, packing: bool, freeze_router: bool = False
+) -> Config:
     return Config.model_validate(
         {
             "run_dir": run_dir,
-            "model": {"path": model, "dtype": dtype},
+            "model": {"path": model, "dtype": dtype, "freeze_router": freeze_router},
             "parallel": parallel,
             "data": {"train": {"path": "unused.jsonl"}},
             "optimizer": {"lr": LEARNING_RATE, "adam_eps": 1e-5, "weight_decay": 0.01, "clip_grad": 100.0},

@@ -1,9 +1,9 @@
 """Run by `launch`: the cases of the layout matrix.
 
-A case is {"name", "model", "parallel", "dtype", "fault"}, with "resume_from" where it has one. For each,
-its folder gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
-the parameters after two updates and after a third from another layout's checkpoint, all in Hugging Face's names, and
-the metrics.
+A case is {"name", "model", "parallel", "dtype"}, with "fault", "freeze_router" and "resume_from" where it has them. For
+each, its folder gets the log-probs of some examples before any update, the first update's gradients, packed and padded,
+and the parameters after two updates and after a third from another layout's checkpoint, all in Hugging Face's names,
+and the metrics.
 """
 
 import json
@@ -41,13 +41,17 @@ def write_gradients(worker: Worker, folder: Path) -> None:
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
-    with FAULTS[case["fault"]]():
+    with FAULTS[case.get("fault")]():
         _run_case(case, out, groups)
 
 
 def _run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     packed, padded = (
-        make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=packing)
+        make_config(
+            *(Path(case["model"]), out / "run", case["parallel"], case["dtype"]),
+            packing=packing,
+            freeze_router=case.get("freeze_router", False),
+        )
         for packing in (True, False)
     )
     if groups.is_main:

@@ -14,7 +14,7 @@ from megatron_bapo.commands.eval import BenchmarkDirectory, Subject
 from megatron_bapo.commands.evaluated_model import find_model
 from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.data.prompts import load_prompts
 from megatron_bapo.model.hf_create import create_checkpoint
 

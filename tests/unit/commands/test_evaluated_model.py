@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_bapo.commands.evaluated_model import find_model
 from megatron_bapo.config.evaluation import EvalConfig, EvaluatedModelConfig
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import create_checkpoint

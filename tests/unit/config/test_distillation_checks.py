@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from megatron_bapo.config.checks import check_config, check_planned, resume_conflicts
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.config.model_checks import created_architecture
-from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config, problems
 from tests.unit.config.test_model_checks import EXPERTS, hf_folder

@@ -5,8 +5,8 @@ import pytest
 from megatron_bapo.config.checks import check_config, check_planned, refuse
 from megatron_bapo.config.colocation_checks import layer_problems
 from megatron_bapo.config.fp8 import ComputeCapability, Fp8Config, Fp8Recipe, capability_problem
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.config.model_checks import created_architecture
-from megatron_bapo.config.schema import CreateModelConfig
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config, problems
 

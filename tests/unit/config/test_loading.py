@@ -79,6 +79,7 @@ def test_a_float_without_a_dot_is_a_number(tmp_path: Path) -> None:
         ("rollout: {clip_gradient: 1}", "rollout.clip_gradient=1: unknown key; did you mean optimizer.clip_grad?"),
         ("algorithm: {clip_bounds: {rho: 1}}", "algorithm.clip_bounds.rho=1: unknown key; known here: preset, "),
         ("warm_start: {num_step: 3}", "warm_start.num_step=3: unknown key; did you mean warm_start.num_steps?"),
+        ("warm_start: {steps: 3}", "warm_start.steps=3: unknown key; did you mean warm_start.num_steps?"),
         ("optimizer.lr: 1", "optimizer.lr=1: unknown key; dotted keys are for the command line; in a file, nest"),
     ],
 )

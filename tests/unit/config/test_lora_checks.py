@@ -46,6 +46,7 @@ def test_target_modules_are_linear_layers_each_named_once(names: tuple[Any, ...]
             ["cuda_ipc with adapters that are merged because of model.dtype=float32", "set transport=store or nccl"],
         ),
         ({"fp8": {}}, ["model.lora with fp8.recipe=blockwise", "remove the section fp8"]),
+        ({"model__freeze_router": True}, ["model.freeze_router=true with model.lora", "remove freeze_router"]),
         (
             lora(dropout=0.1) | {"algorithm__clip_bounds": {"method": "speculate"}},
             ["model.lora.dropout=0.1 with algorithm.clip_bounds.method=speculate", "set method=score"],

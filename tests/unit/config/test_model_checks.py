@@ -216,13 +216,16 @@ def test_only_layers_without_experts_need_a_divisible_mlp(tmp_path: Path) -> Non
     assert check_config(of(hf_folder(tmp_path, **fields | {"mlp_only_layers": []}), **sizes)) == []
 
 
-def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Path) -> None:
+def test_what_needs_experts_is_refused_for_a_model_without_experts(tmp_path: Path) -> None:
     (problem,) = problems(of(hf_folder(tmp_path), **layout(2, expert_model_parallel_size=2)))
     assert "parallel.expert_model_parallel_size=2 splits a layer's experts, but the model has none" in problem
     assert "set it to 1" in problem
+    (problem,) = problems(config(model={"path": hf_folder(tmp_path), "freeze_router": True}))
+    assert "model.freeze_router=true, but the model has no experts" in problem
     (problem,) = problems(of(hf_folder(tmp_path), rollout__enable_expert_parallel=True))
     assert "rollout.enable_expert_parallel=true places whole experts on an engine's ranks, but the model has" in problem
-    experts = of(hf_folder(tmp_path / "experts", **EXPERTS), rollout__enable_expert_parallel=True)
+    model = {"path": hf_folder(tmp_path / "experts", **EXPERTS), "freeze_router": True}
+    experts = config(model=model, rollout__enable_expert_parallel=True)
     assert check_config(experts) == []
 
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.preflight import check_inputs, check_writable, checked_prompts, read_inputs
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import create_checkpoint

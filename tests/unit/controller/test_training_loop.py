@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_bapo.config.loading import dump_config
-from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.controller import training_loop
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.frozen_models import load_frozen_models

@@ -27,8 +27,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssRotaryEmbedding
 
 from megatron_bapo.config.architecture import FAMILIES, read_architecture
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.pipeline_layers import stage_layers
-from megatron_bapo.config.schema import ModelConfig, ParallelConfig
+from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.unit.model.shards import architecture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_bapo.config.architecture import read_architecture
-from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.config.model import CreateModelConfig
 from megatron_bapo.model.hf_create import END_OF_SEQUENCE, byte_tokenizer, create_checkpoint
 
 PROMPTS = ["Spell this word backward: abc", "Spell this word backward: dog", "Spell this word backward: tree"]

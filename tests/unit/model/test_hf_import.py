@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.config.architecture import FAMILIES
-from megatron_bapo.config.schema import ModelConfig, ParallelConfig
+from megatron_bapo.config.model import ModelConfig
+from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.architecture import transformer_config
 from megatron_bapo.model.build import freeze_router_biases

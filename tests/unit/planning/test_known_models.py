@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.config.schema import ModelConfig
+from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.planning.known_models import FOLDER, SAME_CONFIG, architecture_of, known_models
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
