@@ -24,6 +24,7 @@ from megatron_bapo.algorithm.objectives import (
     toward_teacher,
     with_token_gradient,
 )
+from megatron_bapo.algorithm.user_objective import user_objective
 from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode, Objective
 
 
@@ -114,14 +115,16 @@ def policy_loss(
     J is the objective, D that of distillation (`toward_teacher`) and c the rollout correction; with `distill` there is
     no J. `log_probs_T` and `entropy_T` are those of the current policy, in nats; `low` and `high` are 0-d. Dropped
     tokens are excluded by selection before the exponential, so the gradient stays finite. A log-ratio beyond +-20 nats
-    is clamped and has no gradient. With `fused`, a Triton kernel computes the objectives.
+    is clamped and has no gradient. With `fused`, a Triton kernel computes the objectives, but not one of the user's.
     """
     if fused:
         from megatron_bapo.algorithm.policy_loss_kernel import fused_objective_loss as loss_of  # may not be installed
     else:
         loss_of = _objective_loss
     distillation, loss = settings.distillation, log_probs_T.new_zeros(())
-    if settings.objective != "distill":
+    if settings.objective == "function":
+        loss = _objective_loss(log_probs_T, tokens, low, high, settings.objective, settings)
+    elif settings.objective != "distill":
         loss = loss_of(log_probs_T, tokens, low, high, settings.objective, settings)
     if distillation is not None:
         ends = log_probs_T.new_zeros(()), log_probs_T.new_full((), distillation.max_ratio)
@@ -147,7 +150,8 @@ def _objective_loss(
 ) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
     excluded_T = ~usable_tokens(log_ratio_T, tokens)
-    value_T = OBJECTIVES[objective](
+    value_of = user_objective(settings.function or "") if objective == "function" else OBJECTIVES[objective]
+    value_T = value_of(
         _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),
         log_probs_T.masked_fill(excluded_T | log_probs_T.isinf(), 0.0),
         tokens.advantages_T.masked_fill(excluded_T, 0.0),
@@ -186,7 +190,7 @@ def clipped_tokens(
     usable_T = usable_tokens(log_ratio_T, tokens)
     ratio_T = _objective_log_ratio(log_ratio_T.masked_fill(~usable_T, 0.0), tokens).exp()
     positive_T, negative_T = usable_T & (tokens.advantages_T > 0), usable_T & (tokens.advantages_T < 0)
-    of_weights = OBJECTIVES[settings.objective] is clipped_weight
+    of_weights = OBJECTIVES.get(settings.objective) is clipped_weight
     dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
     return ClippedTokens(
         usable_T=usable_T,
@@ -249,8 +253,8 @@ def _advantaged(log_probs_T: Tensor, tokens: LossTokens, settings: AlgorithmConf
 
 
 def _surrogate(ratio_T: Tensor, gain_T: Tensor, low: Tensor, high: Tensor, settings: AlgorithmConfig) -> Tensor:
-    """Return the terms of P and N [T], for advantages that are weighted already."""
-    objective = OBJECTIVES[settings.objective]
+    """Return the terms of P and N [T], for advantages that are weighted already; PPO's for the user's objective."""
+    objective = OBJECTIVES.get(settings.objective)
     if objective is soft_gated:
         return soft_gated(ratio_T.log(), ratio_T, gain_T, low, high, settings)
     clipped_T = ratio_T.clamp(low, high) * gain_T

@@ -10,9 +10,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
 from megatron_bapo.config.rollout import EngineSizeConfig
-from megatron_bapo.config.section import Fraction, NonNegativeFloat, PartialFraction, Section
+from megatron_bapo.config.section import Fraction, FunctionName, NonNegativeFloat, PartialFraction, Section
 
-Objective = Literal["bapo", "ppo", "gspo", "cispo", "sapo", "distill"]
+Objective = Literal["bapo", "ppo", "gspo", "cispo", "sapo", "distill", "function"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3"]
@@ -173,12 +173,15 @@ class AlgorithmConfig(Section):
     1 + clip_ratio_high: `ppo` clips the ratio of each token, `gspo` that of each sequence, and `cispo` clips the
     importance weight of log p, so that every token keeps its gradient. `sapo` has no bounds: the gradient of a token
     fades as its ratio leaves 1. `distill` uses no rewards: it minimizes the divergence from the teacher of the section
-    `distillation`."""
+    `distillation`. `function` is the user's own."""
+    function: FunctionName | None = None
+    """The user's objective, `path.to.module:function`, with the arguments (log_ratio, log_probs, advantages, low,
+    high), which returns the value of each token; required by `objective=function`."""
     clip_bounds: ClipBoundsSettings = ClipBoundsSettings()
     clip_ratio_low: Fraction = 0.2
-    """Distance of the fixed lower clip bound from 1, for `objective=ppo`, `gspo` and `cispo`."""
+    """Distance of the fixed lower clip bound from 1, for `objective=ppo`, `gspo`, `cispo` and `function`."""
     clip_ratio_high: PositiveFloat = 0.2
-    """Distance of the fixed upper clip bound from 1, for `objective=ppo`, `gspo` and `cispo`."""
+    """Distance of the fixed upper clip bound from 1, for `objective=ppo`, `gspo`, `cispo` and `function`."""
     tau_pos: PositiveFloat = 1.0
     """How fast `sapo` fades the gradient of tokens with positive advantage; higher is faster."""
     tau_neg: PositiveFloat = 1.05
@@ -233,6 +236,15 @@ class AlgorithmConfig(Section):
     """KL estimator in the reward, as in `kl_loss_type`."""
     distillation: DistillationConfig | None = None
     overlong: OverlongConfig = OverlongConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.objective == "function") != (self.function is not None):
+            raise ValueError(
+                "algorithm.function is required by algorithm.objective=function and allowed only there; set both or "
+                "neither"
+            )
+        return self
 
     @property
     def fixed_bounds(self) -> tuple[float, float]:

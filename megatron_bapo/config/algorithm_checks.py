@@ -39,14 +39,17 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c} has no use with algorithm.objective=cispo, whose weights "
             "are clipped at 1 + clip_ratio_high already; remove clip_ratio_c"
         )
-    if algorithm.objective == "sapo":
+    if algorithm.objective in ("sapo", "function"):
         unclipped = {
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None,
             "logging.entropy_clip_rule=true": config.logging.entropy_clip_rule,
         }
         for setting, is_given in unclipped.items():
             if is_given:
-                yield f"{setting} is about clipping, and algorithm.objective=sapo clips nothing; remove it"
+                yield (
+                    f"{setting} is about PPO's clipping, which algorithm.objective={algorithm.objective} does not use; "
+                    "remove it"
+                )
     yield from _distillation_problems(config)
     yield from _zero_advantage_problems(config)
     buffer_length = algorithm.overlong.buffer_length or 0

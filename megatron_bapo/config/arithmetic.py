@@ -50,7 +50,8 @@ def _prompts(source: PromptSourceConfig) -> str:
 
 def _objective(config: Config) -> str:
     algorithm = config.algorithm
-    name, teacher = algorithm.objective, algorithm.distillation and algorithm.distillation.teacher
+    name = algorithm.function or algorithm.objective
+    teacher = algorithm.distillation and algorithm.distillation.teacher
     if name == "distill":
         return f"distill, towards the teacher {teacher}"
     advantages = f"{name}, with advantages by {algorithm.adv_estimator}"

@@ -37,8 +37,8 @@ _CONDITIONS = (
     _Condition(("algorithm.clip_bounds",), lambda c: c.algorithm.objective == "bapo", "algorithm.objective=bapo"),
     _Condition(
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
-        lambda c: c.algorithm.objective in ("ppo", "gspo", "cispo"),
-        "algorithm.objective=ppo, gspo or cispo (BAPO's bounds are algorithm.clip_bounds)",
+        lambda c: c.algorithm.objective in ("ppo", "gspo", "cispo", "function"),
+        "algorithm.objective=ppo, gspo, cispo or function (BAPO's bounds are algorithm.clip_bounds)",
     ),
     _Condition(
         ("algorithm.adv_estimator", "algorithm.norm_adv_by_std", "algorithm.min_positive_loss_share"),

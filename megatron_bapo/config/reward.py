@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_bapo.config.section import NonNegativeInt, Section
+from megatron_bapo.config.section import FunctionName, NonNegativeInt, Section
 
 MAX_RETRY_WAIT_S = 30.0
 """Longest wait between two attempts at a remote reward, in seconds."""
@@ -74,7 +73,7 @@ class RewardConfig(Section):
     """Reward function: reasoning-gym's scorer of the task, math-verify's comparison with the ground truth, tests of a
     Python program in a sandbox, the user's own function, or a server. `none` gives every response 0, for
     algorithm.objective=distill without a reward."""
-    function: str | None = None
+    function: FunctionName | None = None
     """The user's function, `path.to.module:function`, with the arguments (data_source, solution_str, ground_truth,
     extra_info), `def` or `async def`; required by `type=function`. It may also take `prompt` and `turns` (the chat
     messages of the prompt and of the response) and `finish_reason` (`length` for a truncated response, else `stop`)."""
@@ -112,7 +111,6 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.remote is required by reward.type=remote and allowed only there; set both or neither"
             )
-        check_spec("reward.function", self.function)
         return self
 
     @property
@@ -131,7 +129,7 @@ class EnvironmentConfig(Section):
     """Environment: `calculator` replies to the last `<calculator>2 + 3</calculator>` of a turn, `python` with what the
     program in the last `<python>print(2 + 3)</python>` prints in a sandbox; `function` is the user's own."""
     sandbox: SandboxConfig = SandboxConfig()
-    function: str | None = None
+    function: FunctionName | None = None
     """The user's function, `path.to.module:function`, with the arguments (messages, data_source, ground_truth,
     extra_info), `def` or `async def`; required by `type=function`. It returns the reply to the last message, or None to
     end the response."""
@@ -159,14 +157,7 @@ class EnvironmentConfig(Section):
                 "environment.function is required by environment.type=function and allowed only there; set both or "
                 "neither"
             )
-        check_spec("environment.function", self.function)
         return self
-
-
-def check_spec(key: str, spec: str | None) -> None:
-    """Raise ValueError if `spec` is not of the form path.to.module:function; `key` is its configuration key."""
-    if spec is not None and not re.fullmatch(r"[^/:]+(?<!\.py):[^/:]+", spec):
-        raise ValueError(f"{key} is {spec!r}; write it as path.to.module:function, with dots for / and without .py")
 
 
 def missing_variables(reward: RewardConfig) -> Iterator[str]:

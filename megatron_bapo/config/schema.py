@@ -8,9 +8,9 @@ The larger sections are in `algorithm.py`, `data.py`, `logging.py`, `model.py`, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.data import DataConfig
@@ -19,9 +19,9 @@ from megatron_bapo.config.logging import LoggingConfig
 from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
-from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
+from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import EvaluationConfig, RolloutConfig
-from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, Section, Seed
+from megatron_bapo.config.section import FunctionName, NonNegativeFloat, NonNegativeInt, Section, Seed
 
 FLOAT32_LOG_PROB_NOISE = 1e-4
 """Largest root mean square, in nats, of the differences between two float32 implementations on the weight probe."""
@@ -106,15 +106,10 @@ class WarmStartConfig(Section):
     """Number of demonstrations per update."""
     lr: PositiveFloat = 1e-3
     """Learning rate of the supervised updates."""
-    demonstration: str | None = None
+    demonstration: FunctionName | None = None
     """Function `path.to.module:function` with the arguments of `environment.function`. It returns a list of texts: the
     policy's turns and, between them, the environment's replies, which are not trained on; null: the demonstration is
     the ground truth."""
-
-    @model_validator(mode="after")
-    def _names_a_function(self) -> Self:
-        check_spec("warm_start.demonstration", self.demonstration)
-        return self
 
 
 class TrainerConfig(Section):

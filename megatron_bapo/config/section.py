@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PartialFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -16,6 +17,16 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """The seeds that NumPy's global generator takes, which vLLM seeds."""
+
+
+def _function_name(name: str) -> str:
+    if not re.fullmatch(r"[^/:]+(?<!\.py):[^/:]+", name):
+        raise ValueError("write it as path.to.module:function, with dots for / and without .py")
+    return name
+
+
+FunctionName = Annotated[str, AfterValidator(_function_name)]
+"""Name of a function of the user's, `path.to.module:function`."""
 _LONGEST_NAME = 255
 """Bytes of the longest name of a file or folder on Linux."""
 

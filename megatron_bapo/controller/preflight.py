@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.controller.recorded_rollouts import check_files
 from megatron_bapo.controller.terminal import Show
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.files import unwritable
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
@@ -132,12 +134,23 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_functions(config: Config, *, engines: bool = True, reward: bool = True) -> None:
-    """Import each of the user's functions in a process of its own.
+    """Import each of the user's functions in a process of its own, and check the values of an objective.
 
-    Raises UserError if a function cannot be imported, and RunError if its process ends.
+    Raises UserError if a function cannot be imported or has wrong values, and RunError if its process ends.
     """
     for target in _user_functions(config, engines=engines, reward=reward):
         FunctionPool(target, num_workers=1, concurrency=1, timeout_s=1.0).close()
+    if config.algorithm.function is not None:
+        _check_objective(config.algorithm.function)
+
+
+def _check_objective(name: str) -> None:
+    command = [sys.executable, "-m", "megatron_bapo.algorithm.user_objective", name]
+    checked = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
+    if checked.returncode == 1:
+        raise UserError(checked.stdout.strip())
+    if checked.returncode != 0:
+        raise RunError(f"importing algorithm.function={name} ended its process (exit code {checked.returncode})")
 
 
 def _user_functions(config: Config, *, engines: bool, reward: bool) -> Iterator[Target]:

@@ -94,7 +94,7 @@ class RolloutSampler:
             policy_version=state.policy_version,
             num_groups=len(examples) // config.rollout.n,
             n=config.rollout.n,
-            objective=config.algorithm.objective,
+            objective=config.algorithm.function or config.algorithm.objective,
             temperature=config.rollout.temperature,
         )
         self.flush()

@@ -38,7 +38,7 @@ def write_run_report(run_dir: Path) -> Path:
     } | _starts(directory)
     return write_report(
         run_dir,
-        title=f"{config.algorithm.objective.upper()} run {run_dir.name}",
+        title=f"{config.algorithm.function or config.algorithm.objective.upper()} run {run_dir.name}",
         summary=summary,
         rows=rows,
         samples=read_rows(directory.samples) if directory.samples.is_file() else [],

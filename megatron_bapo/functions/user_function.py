@@ -27,7 +27,8 @@ class Target:
     """`path.to.module:function`."""
     arguments: tuple[str, ...]
     """Keyword arguments of every call."""
-    returns: Literal["score", "reply", "turns"]
+    returns: Literal["score", "reply", "turns", "values"]
+    """What the result is; `values` are tensors, which no process sends, and which their caller checks."""
     optional_arguments: tuple[str, ...] = ()
     """Keyword arguments that are passed only if the function has such parameters."""
     settings: dict[str, Any] = field(default_factory=dict)

@@ -14,8 +14,8 @@ from megatron_bapo.config.schema import Config
 from tests.unit.config.examples import ARITHMETIC, config, problems
 
 FIXED_ON_RESUME = (
-    *("seed", "model.path", "model.create", "model.dtype", "model.lora", "fp8", "data", "algorithm", "optimizer"),
-    "warm_start",
+    *("seed", "model.path", "model.create", "model.dtype", "model.lora", "model.freeze_router", "fp8", "data"),
+    *("algorithm", "optimizer", "warm_start"),
     *("trainer.train_batch_size", "trainer.ppo_mini_batch_size", "trainer.ppo_epochs"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.n"),
     *("rollout.max_response_length", "rollout.mode", "rollout.max_staleness", "rollout.max_reuse", "rollout.on_stale"),
@@ -161,7 +161,12 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             "remove clip_ratio_c",
         ),
         *(
-            ({"algorithm__objective": "sapo"} | setting, text, "algorithm.objective=sapo clips nothing", "remove it")
+            (
+                {"algorithm__objective": "sapo"} | setting,
+                text,
+                "which algorithm.objective=sapo does not use",
+                "remove it",
+            )
             for setting, text in (
                 ({"algorithm__clip_ratio_c": 3.0}, "algorithm.clip_ratio_c=3.0"),
                 ({"logging__entropy_clip_rule": True}, "logging.entropy_clip_rule=true"),
@@ -342,18 +347,21 @@ def test_the_files_and_variables_of_rewards_and_curriculum_must_exist(monkeypatc
         (
             "reward",
             {"type": "function", "function": "f"},
-            "reward.function is 'f'; write it as path.to.module:function",
+            "write it as path.to.module:function",
         ),
         *(
             (
                 "reward",
                 {"type": "function", "function": path},
-                f"reward.function is '{path}'; write it as path.to.module:function, with dots for / and without .py",
+                "write it as path.to.module:function, with dots for / and without .py",
             )
             for path in ("rewards.py:f", "rewards/sums:f", ":f", "rewards:")
         ),
         ("environment", {"type": "function"}, "environment.function is required by environment.type=function"),
-        ("environment", {"type": "function", "function": "a.b"}, "environment.function is 'a.b'; write it as"),
+        ("algorithm", {"objective": "function"}, "algorithm.function is required by algorithm.objective=function"),
+        ("algorithm", {"function": "losses:f"}, "algorithm.function is required by algorithm.objective=function"),
+        ("algorithm", {"objective": "function", "function": "losses.py:f"}, "write it as path.to.module:function"),
+        ("environment", {"type": "function", "function": "a.b"}, "write it as path.to.module:function"),
         ("environment", {"max_turns": 1}, "greater than or equal to 2"),
         ("data__curriculum", {"min_pass_rate": 0.8, "max_pass_rate": 0.2}, "need min_pass_rate <= max_pass_rate"),
     ],

@@ -18,8 +18,8 @@ CONFIGS = Path(__file__).parents[3] / "configs"
         (
             {"algorithm__clip_ratio_high": 0.28, "algorithm__clip_ratio_low": 0.2},
             {"algorithm__objective": "ppo"},
-            "algorithm.clip_ratio_high=0.28 has no effect without algorithm.objective=ppo, gspo or cispo (BAPO's "
-            "bounds are algorithm.clip_bounds); set that, or remove it",
+            "algorithm.clip_ratio_high=0.28 has no effect without algorithm.objective=ppo, gspo, cispo or function "
+            "(BAPO's bounds are algorithm.clip_bounds); set that, or remove it",
         ),
         (
             {"algorithm__tau_pos": 2.0, "algorithm__tau_neg": 3.0},

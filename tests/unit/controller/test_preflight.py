@@ -59,6 +59,10 @@ def test_inputs_that_are_all_right_pass_and_nothing_is_written(tmp_path: Path) -
             {"environment__max_turns": 2, "warm_start__num_steps": 1, "warm_start__demonstration": "json:no"},
             "json has no 'no'",
         ),
+        (
+            {"algorithm__objective": "function", "algorithm__function": "tests.user_objectives:loss"},
+            "algorithm.function=tests.user_objectives:loss returned a tensor [] of torch.float32 for 25 tokens",
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,104 @@
+"""Objectives of a user: the values and gradients that they give, and functions that are refused."""
+
+import inspect
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics
+from megatron_bapo.algorithm.user_objective import check_user_objective
+from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.errors import UserError
+from tests import user_objectives
+from tests.unit.algorithm.test_objectives import HIGH, LOW, evaluate, tokens
+
+ROOT = Path(__file__).parents[3]
+WRONG = {
+    "loss": r"returned a tensor \[\] of torch.float32 for 25 tokens; return a floating-point tensor \[25\]",
+    "centred": "the value of a token depends on other tokens",
+    "without_gradient": "its value has no gradient; compute it from log_ratio or log_probs",
+    "not_finite": "its value or gradient is not finite",
+    "wrong_shapes": "raised RuntimeError",
+    "few_arguments": "cannot be called with the arguments log_ratio, log_probs, advantages, low, high",
+    "asynchronous": "is an async function; write it with def",
+    "dppp": "has no 'dppp'; did you mean 'dppo'",
+}
+
+
+def settings(name: str) -> dict[str, str]:
+    return {"objective": "function", "function": f"tests.user_objectives:{name}"}
+
+
+def test_a_function_gets_the_ratios_and_bounds_that_ppo_has() -> None:
+    current, behaviour, advantages = tokens()
+    weights = torch.linspace(0.1, 1.0, len(advantages), dtype=torch.float64)
+    behaviour[5], weights[3], correction = math.nan, 0.0, weights.flip(0).clone()
+    batch = LossTokens(behaviour, advantages, weights, correction_T=correction)
+    found, expected = (evaluate(current, batch, given) for given in (settings("ppo"), {"objective": "ppo"}))
+    assert found == expected
+    sums = [
+        policy_statistics(
+            current.detach(), batch, torch.tensor(LOW), torch.tensor(HIGH), AlgorithmConfig.model_validate(given)
+        )
+        for given in (settings("ppo"), {"objective": "ppo"})
+    ]
+    assert sums[0] == sums[1]
+
+
+def test_the_function_of_the_documentation_is_dppo() -> None:
+    """Compare with arXiv 2602.04879 (binary total variation), token by token with Python floats."""
+    current, behaviour, advantages = tokens()
+    batch = LossTokens(behaviour, advantages, torch.ones_like(advantages))
+    value, gradient = evaluate(current, batch, settings("dppo"))
+    expected, slopes = 0.0, []
+    for log_p, log_q, advantage in zip(*(x.tolist() for x in (current, behaviour, advantages)), strict=True):
+        moved = math.exp(log_p) - math.exp(log_q)
+        is_near = moved <= HIGH - 1 if advantage > 0 else moved >= LOW - 1
+        slopes.append(min(math.exp(log_p - log_q), 20.0) * advantage * is_near)
+        expected += slopes[-1] * log_p
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert gradient == pytest.approx(slopes, rel=1e-12)
+    assert 2 < sum(slope == 0 for slope in slopes) < 45
+    page = (ROOT / "docs/algorithms/own_objective.md").read_text(encoding="utf-8")
+    assert inspect.getsource(user_objectives.dppo) in page
+
+
+def test_a_chunk_without_tokens_has_no_loss() -> None:
+    nothing = torch.zeros(0)
+    bounds = torch.tensor(LOW), torch.tensor(HIGH)
+    log_probs = nothing.clone().requires_grad_()
+    loss = policy_loss(
+        log_probs,
+        nothing,
+        LossTokens(nothing, nothing, nothing),
+        *bounds,
+        AlgorithmConfig.model_validate(settings("dppo")),
+    )
+    loss.backward()
+    assert loss.item() == 0.0
+
+
+@pytest.mark.parametrize("name", ["dppo", "ppo"])
+def test_a_right_function_passes_the_check(name: str) -> None:
+    check_user_objective(f"tests.user_objectives:{name}")
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if name != "wrong_shapes"])
+def test_a_wrong_function_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UserError, match=WRONG[name]):
+        check_user_objective(f"tests.user_objectives:{name}")
+
+
+def test_the_command_prints_what_is_wrong() -> None:
+    command = [sys.executable, "-m", "megatron_bapo.algorithm.user_objective"]
+    wrong, right = (
+        subprocess.run([*command, f"tests.user_objectives:{name}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for name in ("wrong_shapes", "dppo")
+    )
+    assert (wrong.returncode, right.returncode, right.stdout) == (1, 0, "")
+    assert wrong.stdout.startswith("algorithm.function=tests.user_objectives:wrong_shapes raised RuntimeError: ")
