@@ -19,6 +19,7 @@ from megatron_bapo.controller.terminal import Show
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.files import unwritable
 from megatron_bapo.functions.user_function import Target
+from megatron_bapo.functions.worker import START_LIMIT_S
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.rewards.ground_truths import check_ground_truths
 from megatron_bapo.rewards.scorer import reward_target
@@ -146,7 +147,17 @@ def check_functions(config: Config, *, engines: bool = True, reward: bool = True
 
 def _check_objective(name: str) -> None:
     command = [sys.executable, "-m", "megatron_bapo.algorithm.user_objective", name]
-    checked = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
+    try:
+        checked = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=START_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"algorithm.function={name} was not checked within {START_LIMIT_S:.0f} s") from None
     if checked.returncode == 1:
         raise UserError(checked.stdout.strip())
     if checked.returncode != 0:
