@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from megatron_bapo.config.algorithm import AdvEstimator
+from megatron_bapo.algorithm.user_functions import user_advantages
+from megatron_bapo.config.algorithm import AlgorithmConfig
 
 STD_EPSILON: Final = 1e-6
 """`epsilon` of verl's `compute_grpo_outcome_advantage`."""
@@ -19,23 +20,22 @@ VARIANCE_EPSILON: Final = 1e-8
 
 
 def estimate_advantages(
-    estimator: AdvEstimator,
+    settings: AlgorithmConfig,
     rewards_GN: Tensor,
     lengths_GN: Tensor,
     penalties: Tensor | None,
     *,
-    norm_by_std: bool,
     num_accepted: Tensor | None = None,
 ) -> Tensor:
     """Return the advantage of each trajectory, float64 [B], from rewards, lengths and penalties.
 
     Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory, and given as their sum [B].
     Under `reinforce_plus_plus` they are given by token [T], and each one is subtracted from the return of its own token
-    and of every earlier token; the advantages are then those of the tokens, [T]. `norm_by_std` applies to `grpo` only.
-    `num_accepted` are the numbers of tokens, of each trajectory or of each token, that rollout correction accepts, by
-    default all; it affects whitening only.
+    and of every earlier token; the advantages are then those of the tokens, [T]. `num_accepted` are the numbers of
+    tokens, of each trajectory or of each token, that rollout correction accepts, by default all; it affects whitening
+    only.
     """
-    lengths = lengths_GN.flatten()
+    estimator, lengths = settings.adv_estimator, lengths_GN.flatten()
     if estimator == "reinforce_plus_plus" and penalties is not None:
         parts = penalties.split(lengths.tolist())
         returns_T = rewards_GN.flatten().repeat_interleave(lengths)
@@ -46,13 +46,15 @@ def estimate_advantages(
     counts = lengths if num_accepted is None else num_accepted
     match estimator:
         case "grpo":
-            return group_relative_advantages(rewards_GN, norm_by_std=norm_by_std).flatten()
+            return group_relative_advantages(rewards_GN, norm_by_std=settings.norm_adv_by_std).flatten()
         case "rloo":
             return leave_one_out_advantages(rewards_GN).flatten()
         case "reinforce_plus_plus":
             return whiten(rewards_GN.flatten(), counts)
         case "reinforce_plus_plus_baseline":
             return whiten(group_relative_advantages(rewards_GN, norm_by_std=False).flatten(), counts)
+        case "function":
+            return user_advantages(settings.adv_function or "")(rewards_GN, lengths_GN).flatten()
 
 
 def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tensor:

@@ -24,7 +24,7 @@ from megatron_bapo.algorithm.objectives import (
     toward_teacher,
     with_token_gradient,
 )
-from megatron_bapo.algorithm.user_objective import user_objective
+from megatron_bapo.algorithm.user_functions import user_objective
 from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode, Objective
 
 

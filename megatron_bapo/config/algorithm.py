@@ -13,7 +13,7 @@ from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.section import Fraction, FunctionName, NonNegativeFloat, PartialFraction, Section
 
 Objective = Literal["bapo", "ppo", "gspo", "cispo", "sapo", "distill", "function"]
-AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "function"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -192,7 +192,10 @@ class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = "grpo"
     """Advantage estimator: `grpo` subtracts the mean reward of the group, `rloo` the mean of the other responses of the
     group; `reinforce_plus_plus` normalizes rewards over the whole batch, with `_baseline` after subtracting the group
-    mean."""
+    mean. `function` is the user's own."""
+    adv_function: FunctionName | None = None
+    """The user's advantage estimator, `path.to.module:function`, with the arguments (rewards, lengths), a row for each
+    group, which returns the advantage of each response; required by `adv_estimator=function`."""
     norm_adv_by_std: bool = True
     """Divide GRPO's advantages by the standard deviation of the group's rewards."""
     min_positive_loss_share: PartialFraction = 0.0
@@ -239,11 +242,15 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.objective == "function") != (self.function is not None):
-            raise ValueError(
-                "algorithm.function is required by algorithm.objective=function and allowed only there; set both or "
-                "neither"
-            )
+        for key, name, function in (
+            ("objective", self.objective, "function"),
+            ("adv_estimator", self.adv_estimator, "adv_function"),
+        ):
+            if (name == "function") != (getattr(self, function) is not None):
+                raise ValueError(
+                    f"algorithm.{function} is required by algorithm.{key}=function and allowed only there; set both or "
+                    "neither"
+                )
         return self
 
     @property

@@ -10,7 +10,8 @@ from megatron_bapo.config.schema import Config
 def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules, one line each."""
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.n == 1 and algorithm.adv_estimator != "reinforce_plus_plus" and algorithm.objective != "distill":
+    of_groups = algorithm.adv_estimator not in ("reinforce_plus_plus", "function")
+    if rollout.n == 1 and of_groups and algorithm.objective != "distill":
         yield (
             f"rollout.n=1 with algorithm.adv_estimator={algorithm.adv_estimator}: advantages compare the rewards of a "
             "group, so they are zero in a group of one; set rollout.n to 2 or more, or "
@@ -96,7 +97,7 @@ def _zero_advantage_problems(config: Config) -> Iterator[str]:
     """Refuse to leave out trajectories with advantage 0 where they contribute to the update."""
     algorithm = config.algorithm
     contribute = {
-        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator not in ("grpo", "rloo"),
+        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator.startswith("reinforce"),
         f"algorithm.kl_loss_coef={algorithm.kl_loss_coef}": algorithm.kl_loss_coef != 0.0,
         f"algorithm.kl_reward_coef={algorithm.kl_reward_coef}": algorithm.kl_reward_coef != 0.0,
         f"algorithm.entropy_coeff={algorithm.entropy_coeff}": algorithm.entropy_coeff != 0.0,

@@ -135,18 +135,19 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_functions(config: Config, *, engines: bool = True, reward: bool = True) -> None:
-    """Import each of the user's functions in a process of its own, and check the values of an objective.
+    """Import each of the user's functions in a process of its own, and check the values of objectives and advantages.
 
     Raises UserError if a function cannot be imported or has wrong values, and RunError if its process ends.
     """
     for target in _user_functions(config, engines=engines, reward=reward):
         FunctionPool(target, num_workers=1, concurrency=1, timeout_s=1.0).close()
-    if config.algorithm.function is not None:
-        _check_objective(config.algorithm.function)
+    for key in ("function", "adv_function"):
+        if (name := getattr(config.algorithm, key)) is not None:
+            _check_values(f"algorithm.{key}", name, config.rollout.n)
 
 
-def _check_objective(name: str) -> None:
-    command = [sys.executable, "-m", "megatron_bapo.algorithm.user_objective", name]
+def _check_values(key: str, name: str, group_size: int) -> None:
+    command = [sys.executable, "-m", "megatron_bapo.algorithm.user_functions", key, name, str(group_size)]
     try:
         checked = subprocess.run(
             command,
@@ -157,11 +158,11 @@ def _check_objective(name: str) -> None:
             timeout=START_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"algorithm.function={name} was not checked within {START_LIMIT_S:.0f} s") from None
+        raise RunError(f"{key}={name} was not checked within {START_LIMIT_S:.0f} s") from None
     if checked.returncode == 1:
         raise UserError(checked.stdout.strip())
     if checked.returncode != 0:
-        raise RunError(f"importing algorithm.function={name} ended its process (exit code {checked.returncode})")
+        raise RunError(f"importing {key}={name} ended its process (exit code {checked.returncode})")
 
 
 def _user_functions(config: Config, *, engines: bool, reward: bool) -> Iterator[Target]:

@@ -115,9 +115,7 @@ def packed_together(config: Config, trajectories: Sequence[Trajectory], step: in
     updates = minibatches(config, trajectories, step)
     if config.trainer.skip_zero_advantage:
         algorithm, (rewards_GN, num_sampled_GN) = config.algorithm, _shaped_rewards(config, trajectories)
-        found = estimate_advantages(
-            algorithm.adv_estimator, rewards_GN, num_sampled_GN, None, norm_by_std=algorithm.norm_adv_by_std
-        ).tolist()
+        found = estimate_advantages(algorithm, rewards_GN, num_sampled_GN, None).tolist()
         updates = [_contributing(update, found, trajectories) for update in updates]
     return updates + [list(range(len(trajectories)))] * config.algorithm.scores_batch
 
@@ -234,14 +232,7 @@ def _advantages(
         metrics["actor/reward_kl_dropped_tokens"] = Sum(num_dropped)
     by_token = algorithm.has_token_advantages
     num_accepted = _accepted(examples) if by_token else torch.tensor([each.num_trained_tokens for each in examples])
-    advantages = estimate_advantages(
-        algorithm.adv_estimator,
-        rewards_GN,
-        num_sampled_GN,
-        penalties,
-        norm_by_std=algorithm.norm_adv_by_std,
-        num_accepted=num_accepted,
-    )
+    advantages = estimate_advantages(algorithm, rewards_GN, num_sampled_GN, penalties, num_accepted=num_accepted)
     metrics |= {
         "critic/rewards/mean": Mean(total, num),
         "critic/advantages/mean": Mean((advantages * num_accepted).sum().item(), num_accepted.sum().item()),

@@ -31,7 +31,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl_loss_coef": 0.2,
         "kl_loss_unbiased": True,
     },
-    "function": {"objective": "function", "function": "tests.user_objectives:dppo", "kl_loss_coef": 0.2},
+    "functions": {
+        "objective": "function",
+        "function": "tests.user_functions:dppo",
+        "adv_estimator": "function",
+        "adv_function": "tests.user_functions:by_length",
+        "kl_reward_coef": 0.05,
+    },
     "bapo-masked": {"objective": "bapo", "off_policy_mask_threshold": 0.02},
     "kept-tokens": {"objective": "ppo", "keep_sampling_mask": True, "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
     "kl-loss-entropy": {"objective": "ppo", "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
@@ -419,7 +425,7 @@ def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, l
     scored = {name: metrics(results, f"{name}-{layout}")["batch"]["perf/model_flops"] for name in ALGORITHMS}
     trained = metrics(results, f"kl-loss-entropy-{layout}")["update-0"]["perf/model_flops"]
     num_passes = {
-        "function": 1,
+        "functions": 1,
         "sapo-masked": 1,
         "kept-tokens": 1,
         "kl-loss-entropy": 1,

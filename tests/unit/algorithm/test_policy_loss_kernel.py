@@ -28,7 +28,7 @@ SETTINGS = {
     "distill": AlgorithmConfig(objective="distill", distillation=DISTILLATION),
     "bapo-and-distill": BAPO.model_copy(update={"distillation": DISTILLATION, "clip_ratio_c": 3.0}),
     "function-and-distill": AlgorithmConfig(
-        objective="function", function="tests.user_objectives:ppo", distillation=DISTILLATION
+        objective="function", function="tests.user_functions:ppo", distillation=DISTILLATION
     ),
     "entropy-and-kl": BAPO.model_copy(update={"entropy_coeff": 0.1, "kl_loss_coef": 0.2}),
     "unbiased-kl": BAPO.model_copy(update={"kl_loss_coef": 0.2, "kl_loss_unbiased": True}),

@@ -359,6 +359,7 @@ def test_the_files_and_variables_of_rewards_and_curriculum_must_exist(monkeypatc
         ),
         ("environment", {"type": "function"}, "environment.function is required by environment.type=function"),
         ("algorithm", {"objective": "function"}, "algorithm.function is required by algorithm.objective=function"),
+        ("algorithm", {"adv_function": "a:f"}, "adv_function is required by algorithm.adv_estimator=function"),
         ("algorithm", {"function": "losses:f"}, "algorithm.function is required by algorithm.objective=function"),
         ("algorithm", {"objective": "function", "function": "losses.py:f"}, "write it as path.to.module:function"),
         ("environment", {"type": "function", "function": "a.b"}, "write it as path.to.module:function"),

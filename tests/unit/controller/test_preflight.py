@@ -60,8 +60,12 @@ def test_inputs_that_are_all_right_pass_and_nothing_is_written(tmp_path: Path) -
             "json has no 'no'",
         ),
         (
-            {"algorithm__objective": "function", "algorithm__function": "tests.user_objectives:loss"},
-            "algorithm.function=tests.user_objectives:loss returned a tensor [] of torch.float32 for 25 tokens",
+            {"algorithm__objective": "function", "algorithm__function": "tests.user_functions:loss"},
+            "algorithm.function=tests.user_functions:loss returned a tensor [] of torch.float32; return",
+        ),
+        (
+            {"algorithm__adv_estimator": "function", "algorithm__adv_function": "tests.user_functions:of_groups"},
+            "algorithm.adv_function=tests.user_functions:of_groups returned a tensor [4] of torch.float64; return",
         ),
     ],
     ids=str,

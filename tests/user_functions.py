@@ -1,4 +1,4 @@
-"""Objectives of a user (`algorithm.function`), as docs/algorithms/own_objective.md has them, and wrong ones."""
+"""Objectives and advantages of a user, those of docs/algorithms/own_functions.md and wrong ones."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,20 @@ def dppo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, 
     is_near = torch.where(advantages > 0, moved <= high - 1, moved >= low - 1)
     weight = log_ratio.exp().clamp(max=20.0) * is_near
     return weight.detach() * advantages * log_probs
+
+
+def pass_at_4(rewards: Tensor, lengths: Tensor) -> Tensor:
+    k, n = 4, rewards.shape[1]
+
+    def all_wrong(wrong: Tensor, n: int, k: int) -> Tensor:
+        drawn = torch.arange(k)
+        return ((wrong - drawn).clamp(min=0) / (n - drawn)).prod(dim=1, keepdim=True)
+
+    wrong = (rewards < 1).sum(dim=1, keepdim=True).double()
+    mean = 1 - all_wrong(wrong, n, k)
+    of_response = torch.where(rewards < 1, 1 - all_wrong(wrong - 1, n - 1, k - 1), 1.0)
+    std = (mean * (1 - mean)).sqrt()
+    return torch.where(std > 0, (of_response - mean) / std.clamp(min=1e-6), 0.0)
 
 
 def ppo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -42,3 +56,19 @@ def few_arguments(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 async def asynchronous(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return log_ratio * advantages
+
+
+def by_length(rewards: Tensor, lengths: Tensor) -> Tensor:
+    return (rewards - rewards.mean(dim=1, keepdim=True)).tanh() / lengths.sqrt()
+
+
+def of_groups(rewards: Tensor, lengths: Tensor) -> Tensor:
+    return rewards.mean(dim=1)
+
+
+def divided_by_zero(rewards: Tensor, lengths: Tensor) -> Tensor:
+    return (rewards - rewards.mean(dim=1, keepdim=True)) / rewards.std(dim=1, keepdim=True)
+
+
+def whole_numbers(rewards: Tensor, lengths: Tensor) -> Tensor:
+    return (rewards > 0).long()
