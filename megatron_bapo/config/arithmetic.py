@@ -54,7 +54,7 @@ def _objective(config: Config) -> str:
     teacher = algorithm.distillation and algorithm.distillation.teacher
     if name == "distill":
         return f"distill, towards the teacher {teacher}"
-    advantages = f"{name}, with advantages by {algorithm.adv_estimator}"
+    advantages = f"{name}, with advantages by {algorithm.adv_function or algorithm.adv_estimator}"
     return advantages if teacher is None else f"{advantages}, and distillation from the teacher {teacher}"
 
 
