@@ -97,6 +97,7 @@ def _zero_advantage_problems(config: Config) -> Iterator[str]:
     """Refuse to leave out trajectories with advantage 0 where they contribute to the update."""
     algorithm = config.algorithm
     contribute = {
+        f"algorithm.function={algorithm.function}": algorithm.function is not None,
         f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator.startswith("reinforce"),
         f"algorithm.kl_loss_coef={algorithm.kl_loss_coef}": algorithm.kl_loss_coef != 0.0,
         f"algorithm.kl_reward_coef={algorithm.kl_reward_coef}": algorithm.kl_reward_coef != 0.0,
@@ -107,7 +108,7 @@ def _zero_advantage_problems(config: Config) -> Iterator[str]:
         if config.trainer.skip_zero_advantage and is_given:
             yield (
                 f"trainer.skip_zero_advantage=true with {setting}: tokens of trajectories with equal rewards then "
-                "contribute to the update; set skip_zero_advantage=false"
+                "contribute to the update, or may do so; set skip_zero_advantage=false"
             )
 
 

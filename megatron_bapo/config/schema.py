@@ -133,8 +133,8 @@ class TrainerConfig(Section):
     skip_zero_advantage: bool = False
     """Leave trajectories with advantage 0, such as those of a group with equal rewards, out of the updates. They add
     nothing to the gradients, and still count in the mean that the loss is; entropy, clip fractions and KL then describe
-    the trajectories that are left. Needs `algorithm.adv_estimator=grpo`, `rloo` or `function`, and a loss without other
-    terms."""
+    the trajectories that are left. Needs `algorithm.adv_estimator=grpo`, `rloo` or `function`, an objective that is not
+    the user's, and a loss without other terms."""
     logprob_chunk_size: PositiveInt = 1024
     """Number of tokens whose logits are in memory at a time."""
     fused_kernels: bool = True

@@ -196,14 +196,15 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
         ),
         *(
             (
-                {"trainer__skip_zero_advantage": True, f"algorithm__{key}": value},
+                {"trainer__skip_zero_advantage": True, f"algorithm__{key}": value} | more,
                 f"trainer.skip_zero_advantage=true with algorithm.{key}={value}",
                 "tokens of trajectories with equal rewards then contribute to the update",
                 "set skip_zero_advantage=false",
             )
-            for key, value in (
-                *(("adv_estimator", "reinforce_plus_plus"), ("kl_loss_coef", 0.1)),
-                *(("kl_reward_coef", 0.1), ("entropy_coeff", 0.01)),
+            for key, value, more in (
+                *(("adv_estimator", "reinforce_plus_plus", {}), ("kl_loss_coef", 0.1, {})),
+                *(("kl_reward_coef", 0.1, {}), ("entropy_coeff", 0.01, {})),
+                ("function", "losses:f", {"algorithm__objective": "function"}),
             )
         ),
         (
