@@ -10,7 +10,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
 from megatron_bapo.config.rollout import EngineSizeConfig
-from megatron_bapo.config.section import Fraction, FunctionName, NonNegativeFloat, PartialFraction, Section
+from megatron_bapo.config.section import (
+    Fraction,
+    FunctionName,
+    NonNegativeFloat,
+    PartialFraction,
+    Section,
+    check_required,
+)
 
 Objective = Literal["bapo", "ppo", "gspo", "cispo", "sapo", "distill", "function"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "function"]
@@ -100,8 +107,7 @@ class OverlongConfig(Section):
 
     @model_validator(mode="after")
     def _buffer_given(self) -> Self:
-        if (self.mode == "penalty") != (self.buffer_length is not None):
-            raise ValueError("buffer_length is required by mode=penalty and allowed only there; set both or neither")
+        check_required("buffer_length", self.buffer_length, "mode=penalty", is_chosen=self.mode == "penalty")
         return self
 
 
@@ -242,15 +248,10 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for key, name, function in (
-            ("objective", self.objective, "function"),
-            ("adv_estimator", self.adv_estimator, "adv_function"),
-        ):
-            if (name == "function") != (getattr(self, function) is not None):
-                raise ValueError(
-                    f"algorithm.{function} is required by algorithm.{key}=function and allowed only there; set both or "
-                    "neither"
-                )
+        own_objective, own_advantages = self.objective == "function", self.adv_estimator == "function"
+        check_required("algorithm.function", self.function, "algorithm.objective=function", is_chosen=own_objective)
+        choice = "algorithm.adv_estimator=function"
+        check_required("algorithm.adv_function", self.adv_function, choice, is_chosen=own_advantages)
         return self
 
     @property

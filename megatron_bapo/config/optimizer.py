@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, PartialFraction, Section
+from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, PartialFraction, Section, check_required
 
 BFLOAT16_MAX_BETA = 1 - 2**-8
 """Largest beta with which a moment in bfloat16, which has 8 significant bits, always decays."""
@@ -61,10 +61,8 @@ class OptimizerConfig(Section):
                     f"away, so the moment would not decay; set {key}={BFLOAT16_MAX_BETA:.3f} or lower, or "
                     "moments_dtype=float32"
                 )
-        if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_steps is not None):
-            raise ValueError(
-                "lr_wsd_decay_steps is required by lr_decay_style=WSD and allowed only there; set both or neither"
-            )
+        is_wsd = self.lr_decay_style == "WSD"
+        check_required("lr_wsd_decay_steps", self.lr_wsd_decay_steps, "lr_decay_style=WSD", is_chosen=is_wsd)
         if self.lr_decay_steps is not None and self.lr_decay_style == "constant":
             raise ValueError(
                 "lr_decay_steps has no effect with lr_decay_style=constant; set another lr_decay_style, or remove "

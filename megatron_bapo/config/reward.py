@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from megatron_bapo.config.section import FunctionName, NonNegativeInt, Section
+from megatron_bapo.config.section import FunctionName, NonNegativeInt, Section, check_required
 
 MAX_RETRY_WAIT_S = 30.0
 """Longest wait between two attempts at a remote reward, in seconds."""
@@ -103,14 +103,9 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.type == "function") != (self.function is not None):
-            raise ValueError(
-                "reward.function is required by reward.type=function and allowed only there; set both or neither"
-            )
-        if (self.type == "remote") != (self.remote is not None):
-            raise ValueError(
-                "reward.remote is required by reward.type=remote and allowed only there; set both or neither"
-            )
+        is_function, is_remote = self.type == "function", self.type == "remote"
+        check_required("reward.function", self.function, "reward.type=function", is_chosen=is_function)
+        check_required("reward.remote", self.remote, "reward.type=remote", is_chosen=is_remote)
         return self
 
     @property
@@ -152,11 +147,8 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.type == "function") != (self.function is not None):
-            raise ValueError(
-                "environment.function is required by environment.type=function and allowed only there; set both or "
-                "neither"
-            )
+        is_function = self.type == "function"
+        check_required("environment.function", self.function, "environment.type=function", is_chosen=is_function)
         return self
 
 

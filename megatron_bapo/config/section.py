@@ -59,6 +59,12 @@ class Section(BaseModel):
         return os.path.expanduser(value)
 
 
+def check_required(key: str, value: Any, choice: str, *, is_chosen: bool) -> None:
+    """Raise ValueError unless a key has a value exactly where another key's `choice` requires it."""
+    if is_chosen != (value is not None):
+        raise ValueError(f"{key} is required by {choice} and allowed only there; set both or neither")
+
+
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the types of which a field's value may be one, besides None."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
