@@ -179,7 +179,7 @@ def write_prompts(prompts: Sequence[Prompt], path: Path, *, ability: str) -> Non
 def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     try:
         pq.write_table(pa.Table.from_pylist(rows), path)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
         raise UserError(
             f"Parquet cannot store these rows ({error}); each field of extra_info must have the same type in all rows: "
             "write a .jsonl file instead"

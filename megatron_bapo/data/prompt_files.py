@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 from megatron_bapo.errors import UserError
 
 ROWS_PER_BATCH = 1024
+_NO_VALUE = (ValueError, OverflowError, KeyError)
+"""What pyarrow raises for text that is not UTF-8, for a time that Python cannot hold, and for an unknown time zone."""
 _SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
 """Escape of a surrogate in JSON, paired or not."""
 
@@ -95,7 +97,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]] | list[dict[str, Any] | Malformed]:
     try:
         return batch.to_pylist()
-    except ValueError:  # at least one value cannot be converted
+    except _NO_VALUE:
         return [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 
@@ -105,6 +107,6 @@ def _row(batch: pa.RecordBatch) -> dict[str, Any] | Malformed:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             (row[name],) = column.to_pylist()
-        except ValueError as error:  # text that is not UTF-8; a time finer than Python's
+        except _NO_VALUE as error:
             return Malformed(f"column {name!r} cannot be read ({error}); correct it, or remove the column")
     return row

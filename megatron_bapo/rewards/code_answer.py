@@ -49,18 +49,20 @@ async def compute_score(
 
 
 def last_program(text: str) -> str | None:
-    """Return the content of the last closed code block that is Python or names no language; None without one.
+    """Return the content of the last closed code block that is marked as Python, else of the last one without a mark.
 
-    A line that opens a block begins a new one, also where the block before it has no end.
+    None: there is neither. A line that opens a block begins a new one, also where the block before it has no end.
     """
-    program, start, language = None, None, ""
+    programs: dict[bool, str] = {}
+    start, language = None, ""
     for fence in _FENCE.finditer(text):
         if fence[1] or start is None:
             start, language = fence.end() + 1, fence[1].lower()
         else:
-            program = text[start : fence.start()] if language in _LANGUAGES else program
+            if language in _LANGUAGES:
+                programs[language != ""] = text[start : fence.start()]
             start = None
-    return program
+    return programs.get(True, programs.get(False))
 
 
 async def _passes(program: str, test: Test, limits: Limits) -> bool:

@@ -147,6 +147,7 @@ def test_written_prompts_have_verls_columns_and_are_read_back_unchanged(tmp_path
     [
         (({"a": 1}, {"a": "one"}), "train.parquet", "write a .jsonl file"),
         (({"a": {}}, {}), "train.parquet", "write a .jsonl file"),
+        (({"a": 2**64}, {}), "train.parquet", "write a .jsonl file"),
         (({}, {}), "train.csv", "must end in .parquet or .jsonl"),
     ],
 )

@@ -174,9 +174,12 @@ def test_json_that_python_does_not_read_is_malformed(tmp_path, value):
     "column",
     [
         pa.array([1_000_000_001, 0], pa.timestamp("ns")),
+        pa.array([2**62, 0], pa.timestamp("us")),
+        pa.array([2**30, 0], pa.date32()),
+        pa.array([1, None], pa.timestamp("us", tz="Mars/Olympus")),
         pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"\xe9a")),
     ],
-    ids=["nanoseconds", "not UTF-8"],
+    ids=["nanoseconds", "year 148000", "day 2**30", "unknown time zone", "not UTF-8"],
 )
 def test_a_parquet_value_that_cannot_be_read_makes_its_row_malformed(tmp_path, column):
     path = tmp_path / "tasks.parquet"

@@ -113,7 +113,8 @@ def test_a_ground_truth_without_tests_fails() -> None:
     [
         ("Text\n```python\na\nb\n```\nmore", "a\nb\n"),
         ("```python\na\n```\n```python\nb\n```", "b\n"),
-        ("```py\na\n```\n```\nb\n```", "b\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```py\na\n```\nwith the input\n```\n3\n```\nprints\n```\n6\n```", "a\n"),
         ("```python\na\n```\n```output\n7\n```", "a\n"),
         ("```python\nunfinished\n</think>\n```python\na\n```", "a\n"),
         ("```Python\n  a\n  ```", "  a\n"),
@@ -124,5 +125,5 @@ def test_a_ground_truth_without_tests_fails() -> None:
         ("", None),
     ],
 )
-def test_the_last_closed_block_is_the_program(text: str, program: str | None) -> None:
+def test_the_last_closed_block_of_python_is_the_program(text: str, program: str | None) -> None:
     assert last_program(text) == program
