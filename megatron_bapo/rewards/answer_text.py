@@ -23,7 +23,10 @@ _SECOND_LETTER = re.compile(
     r"\([A-J]\)|(?<![A-Za-z\\])[A-J][.:)]\s*\S|(?:[,;/&]|\b(?:or|and))\s*[A-HJ](?![A-Za-z])|^\s*[A-J]\W*$"
 )
 _NAME = re.compile(rf"(\\(?:angle|triangle|overline)\s*)?(?:{_FONT}|\{{)?([A-Z](?:[,\s]*[A-Z])+)\s*\}}?")
-_BASE = re.compile(r"[0-9A-Z]+\s*_\s*\{?\s*([0-9]+)\s*\}?")
+_BASE = re.compile(r"[0-9A-Z]+\s*_\s*\{?\s*([0-9]{1,99})\s*\}?")
+_RATIO = re.compile(r"[0-9]{1,99}(?:\.[0-9]{1,99})?(?:\s*:\s*[0-9]{1,99}(?:\.[0-9]{1,99})?){2,}")
+_GROUPS_OF_DIGITS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_SPACED_LIST = re.compile(r"[0-9]+(?:,\s+[0-9]+)+")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 
 
@@ -62,6 +65,26 @@ def has_other_base(gold: str, answer: str) -> bool:
     """Return whether both texts are numbers with bases, and the bases differ."""
     expected, found = _BASE.fullmatch(gold.strip()), _BASE.fullmatch(answer.strip())
     return expected is not None and found is not None and int(expected[1]) != int(found[1])
+
+
+def is_same_ratio(gold: str, answer: str) -> bool | None:
+    """Return whether a ratio of three or more numbers is proportional to the answer; None if the gold text is none."""
+    if not _RATIO.fullmatch(gold.strip()):
+        return None
+    if not _RATIO.fullmatch(answer.strip()):
+        return False
+    parts, others = ([Fraction(part.strip()) for part in text.split(":")] for text in (gold, answer))
+    return len(parts) == len(others) and all(
+        part * sum(others) == other * sum(parts) for part, other in zip(parts, others, strict=True)
+    )
+
+
+def like_lists(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return both texts as lists if one is `101, 102` and the other `101,102`, which alone is the number 101102."""
+    for spaced, grouped in ((gold, answer), (answer, gold)):
+        if _SPACED_LIST.fullmatch(spaced) and _GROUPS_OF_DIGITS.fullmatch(grouped):
+            return gold.replace(",", ", "), answer.replace(",", ", ")
+    return None
 
 
 def without_percent(text: str) -> str | None:

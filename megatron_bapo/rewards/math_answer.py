@@ -10,21 +10,25 @@ import json
 import logging
 import math
 import re
-from itertools import accumulate, takewhile
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import sympy
-from math_verify import parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from megatron_bapo.rewards.answer_text import (
     has_other_base,
     is_same_name,
+    is_same_ratio,
+    like_lists,
     repeating_decimal,
     split_choice,
     without_percent,
 )
+from megatron_bapo.rewards.boxes import last_boxed
 from megatron_bapo.rewards.formula import elements, has_variable, tokens
 from megatron_bapo.rewards.number_form import is_result, kinds_of_constants
+from megatron_bapo.rewards.units import several_quantities, without_unit
 
 # math-verify's own timeouts use SIGALRM, which does not stop some computations (verl PR #5635). They are disabled, and
 # the scorer kills the process instead. The log level hides math-verify's warning about this.
@@ -33,10 +37,26 @@ SMALL_TOLERANCE = 1e-3
 """Relative difference of two numbers below 1 that may count as equal."""
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+_LATEX = LatexExtractionConfig()
+_WITHOUT_UNITS = replace(_LATEX.normalization_config, units=False)
+_EXTRACTION = [replace(_LATEX, normalization_config=_WITHOUT_UNITS), ExprExtractionConfig()]
+# Spellings that math-verify 0.9 takes for texts.
+_LETTERS = [
+    (r"(?<![A-Za-z])\\(?:mathbf|mathit|boldsymbol|bm)\s*\{\s*([A-Za-z])\s*\}", r"\1"),  # a vector
+    (r"(?<![A-Za-z])\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
+    (r"(?<![A-Za-z\\])(?:US|USD|HK|CA|AU|A|C)\s*(?=\\\$\s*\d)", ""),
+]
 # Spellings that math-verify 0.9 misreads or cannot read.
 _CORRECTIONS = [
-    (r"\\(?:bf|bm|boldsymbol|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:text|script)style)(?![A-Za-z])", ""),
-    (r"\\(?:text)?color\s*\{[A-Za-z]+\}", ""),
+    (r"\\(?:mathsf|mathtt|texttt|textsf|textsc|emph)(?![A-Za-z])", r"\\text"),
+    (r"\\text\s*\{\s*\\?%\s*\}", r"\\%"),
+    (r"\\text\s*\{\s*\}|\\(?:pounds|yen|euro)(?![A-Za-z])|[£€¥₹]", ""),
+    (r"^\\text\s*\{\s*[A-Za-z ]{4,}:\s*\}", ""),
+    (r"^\\text\s*\{\s*(?:[Oo]ption|[Cc]hoice)\s*\(?([A-J])\)?\s*\}$", r"\\text{\1}"),
+    (r"∞", r"\\infty "),
+    (r"\\colon(?![A-Za-z])", ":"),
+    (r"\\(?:bf|bm|pmb|boldsymbol|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:text|script)style)(?![A-Za-z])", ""),
+    (r"\\(?:text)?color(?:box)?\s*\{[A-Za-z]+\}", ""),
     # \mbox{204} and \textbf{\frac{1}{2}}; a text that begins with a letter may be a name or a choice.
     (r"^\\(?:text|mbox|hbox|underline)\s*\{\s*(?=[-+.\d\\])((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}$", r"\1"),
     (r"(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{(\d{1,99})\}", repeating_decimal),  # 0.\overline{3}
@@ -48,11 +68,8 @@ _CORRECTIONS = [
     (r"(?<!\^)°", r"^\\circ"),
     (r"[·•]", r"\\cdot "),
     (r"(?s)^.*\\begin\{(?:align|gather|split)\w*\*?\}.*=(.*)\\end\{\w+\*?\}", r"\1"),
-    (r"(?:\\[,;:! ]|(?<=[\d}])\s0\.|[.\s]|(?<!\^)\*)+$", ""),  # math-verify reads "2 ." as "2 0."
+    (r"(?:\\[,;:! ]|(?<=[\d}])\s0\.|[.\s~]|(?<!\^)\*)+$", ""),  # math-verify reads "2 ." as "2 0."
 ]
-_EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
-_MAX_DEPTH = 10
-"""Most braces within braces of an answer: math-verify takes 1 s for `{{5}}` with 10 of them, and 38 s with 100."""
 # Signs of work that is left to do, even with variables.
 _TASK = re.compile(
     r"\\(?:i*nt|oint|sum|prod|lim|det|gcd|lcm|operatorname|partial)(?![A-Za-z])|vmatrix"
@@ -73,19 +90,8 @@ def compute_score(
     golds = [gold for text in _alternatives(ground_truth) if (gold := _read_ground_truth(text))]
     if not golds:
         raise ValueError(f"math-verify finds no number or formula in the ground truth {ground_truth!r:.120}")
-    answer = _read(solution_str) if _has_readable_box(solution_str) else []
+    answer = _read_response(solution_str)
     return {"score": float(any(_is_right(gold, answer) for gold in golds)), "pred": _written(answer)}
-
-
-def _has_readable_box(text: str) -> bool:
-    r"""Return whether the last \boxed{} has content that is not nested too deeply; True for a text without one."""
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return True
-    braces = re.findall(r"(?<!\\)[{}]", text[start:])
-    depths = accumulate(1 if brace == "{" else -1 for brace in braces)
-    in_box = takewhile(lambda depth: depth > 0, depths)
-    return not _EMPTY_BOX.match(text, start) and max(in_box, default=0) <= _MAX_DEPTH
 
 
 def _alternatives(ground_truth: str) -> list[str]:
@@ -98,35 +104,74 @@ def _alternatives(ground_truth: str) -> list[str]:
     return texts if is_list else [ground_truth]
 
 
+def _read_response(text: str) -> list[Any]:
+    content = last_boxed(text)
+    if content is None:
+        return _read(text)
+    return _read_formula(content) if content else []
+
+
 def _read_ground_truth(text: str) -> list[Any]:
-    is_delimited = "\\boxed" in text or re.search(r"(?<!\\)\$", text)
-    delimited = text if is_delimited else f"\\boxed{{{text}}}"
+    content = last_boxed(text)
+    if content is None and not _is_sentence(text):
+        content = re.sub(r"(?<!\\)\$", "", text)
+    delimited = text if content is None else _boxed(content)
     read = _read(delimited)
     # A formula that cannot be read counts as the last number in it.
-    return [*parse(delimited, parsing_timeout=NO_TIMEOUT)[:1], *read] if len(read) == 1 else read
+    return [*_parse(delimited, "any_match")[:1], *read] if len(read) == 1 else read
+
+
+def _is_sentence(text: str) -> bool:
+    """Return whether there are words beside formulas in dollar signs."""
+    beside = re.split(r"(?<!\\)\$+", text)[::2]
+    return len(beside) > 1 and re.search(r"(?<![A-Za-z\\])[A-Za-z]{2,}", " ".join(beside)) is not None
+
+
+def _read_formula(formula: str) -> list[Any]:
+    return _read(_boxed(formula))
+
+
+def _boxed(formula: str) -> str:
+    return f"\\boxed{{{formula}}}"
 
 
 def _read(text: str) -> list[Any]:
     """Return the value of the last formula or number and its own text, or its text alone if it cannot be read."""
     read = _parse(text)
     if read and (corrected := _corrected(read[-1])) not in ("", read[-1]):
-        read = _parse(f"\\boxed{{{corrected}}}")
-    if len(read) == 1 and "=" in read[0]:
-        last_side = _corrected(read[0].rpartition("=")[2])
-        return last if len(last := _parse(f"\\boxed{{{last_side}}}")) > 1 else read
-    return read
+        read = _parse(_boxed(corrected))
+    if read and "=" in read[-1] and _is_known_by_its_last_side(read):
+        last_side = _corrected(read[-1].rpartition("=")[2])
+        return last if len(last := _parse(_boxed(last_side))) > 1 else read
+    quantities = several_quantities(read[-1]) if read else None
+    return [sympy.Symbol(quantities), quantities] if quantities else read
 
 
-def _parse(text: str) -> list[Any]:
+def _is_known_by_its_last_side(read: list[Any]) -> bool:
+    """Return whether the equation cannot be read, has units, has no variables or is one of matrices.
+
+    math-verify says that all equations without variables are equal, and all of matrices with a factor.
+    """
+    if len(read) == 1 or several_quantities(read[-1]):
+        return True
+    if not isinstance(read[0], sympy.Equality):
+        return False
+    return not read[0].free_symbols or getattr(read[0].rhs, "is_Matrix", False)
+
+
+def _parse(text: str, extraction_mode: Literal["first_match", "any_match"] = "first_match") -> list[Any]:
     # By default math-verify returns the text of the last formula with the value of an earlier one if the last one
     # cannot be read.
-    return parse(text, extraction_mode="first_match", parsing_timeout=NO_TIMEOUT)
+    for pattern, letter in _LETTERS:
+        text = re.sub(pattern, letter, text)
+    return parse(text, _EXTRACTION, extraction_mode=extraction_mode, parsing_timeout=NO_TIMEOUT)
 
 
 def _corrected(text: str) -> str:
     for pattern, correction in _CORRECTIONS:
         text = re.sub(pattern, correction, text)
-    return text.strip()
+    text = text.strip()
+    return text if several_quantities(text) else without_unit(text)
 
 
 def _is_right(gold: list[Any], answer: list[Any]) -> bool:
@@ -137,15 +182,18 @@ def _is_right(gold: list[Any], answer: list[Any]) -> bool:
         return letter == chosen
     if not content or not found:
         return False
-    expected = gold if content == gold[-1] else _read(f"\\boxed{{{content}}}")
-    return _is_equal(expected, answer if found == answer[-1] else _read(f"\\boxed{{{found}}}"))
+    expected = gold if content == gold[-1] else _read_formula(content)
+    return _is_equal(expected, answer if found == answer[-1] else _read_formula(found))
 
 
 def _is_equal(gold: list[Any], answer: list[Any]) -> bool:
     if not gold or not answer or has_other_base(gold[-1], answer[-1]):
         return False
-    if (verdict := is_same_name(gold[-1], answer[-1])) is not None:
-        return verdict
+    for is_same in (is_same_name, is_same_ratio):
+        if (verdict := is_same(gold[-1], answer[-1])) is not None:
+            return verdict
+    if (texts := like_lists(gold[-1], answer[-1])) is not None:
+        gold, answer = map(_read_formula, texts)
     try:
         return _is_finished(gold, answer) and (_has_value(gold, answer) or _is_same_percentage(gold, answer))
     except RecursionError:  # a thousand nested brackets
@@ -167,7 +215,7 @@ def _is_same_percentage(gold: list[Any], answer: list[Any]) -> bool:
     if (bare[0] is None) == (bare[1] is None):
         return False
     expected, found = (
-        read if text is None else _read(f"\\boxed{{{text}}}") for read, text in zip((gold, answer), bare, strict=True)
+        read if text is None else _read_formula(text) for read, text in zip((gold, answer), bare, strict=True)
     )
     try:
         return float(found[0]) >= 1 and _has_value(expected, found)
@@ -179,7 +227,7 @@ def _is_close_if_small(gold: Any, answer: Any) -> bool:
     """Return False for numbers that are alike only in math-verify's six decimals, such as 1e-19 and 2e-19."""
     try:
         expected, found = float(gold), float(answer)
-    except (TypeError, ValueError, OverflowError):  # no real number
+    except (TypeError, ValueError, OverflowError, RecursionError):  # no real number; a sum of matrices
         return True
     return not 0 < abs(expected) < 1 or math.isclose(expected, found, rel_tol=SMALL_TOLERANCE)
 
@@ -228,5 +276,5 @@ def _written(answer: list[Any]) -> str | None:
     value = sympy.Rational(str(answer[0])) if isinstance(answer[0], sympy.Float) else answer[0]
     try:
         return str(value)
-    except ValueError:  # Python does not print integers of more than 4300 digits
+    except (ValueError, RecursionError):  # an integer of more than 4300 digits, and 5!!!...!
         return str(answer[-1])

@@ -56,6 +56,33 @@ ABD | A, B, D
 \emptyset | \{\}
 \mathbb{R} | (-\infty,\infty)
 x \ge 3 | [3,\infty)
+3+4i | 3+4\mathrm{i}
+5i | 5\mathrm{i}
+2e | 2\mathrm{e}
+3\mathbf{i}+4\mathbf{j} | 3i+4j
+204 | \pmb{204}
+204 | \mathsf{204}
+204 | \mathtt{204}
+204 | \texttt{204}
+204 | \textsf{204}
+204 | \emph{204}
+204 | \colorbox{yellow}{204}
+204 | \textbf{Answer: } 204
+204 | £204
+204 | 204€
+10 | ¥10
+10 | US\$10
+10 | \text{\$}10
+10 | \pounds 10
+\infty | ∞
+A | \text{Option A}
+101, 102, 103 | 101,102,103
+101,102,103 | 101, 102, 103
+101,102,103 | 101102103
+2:3:4 | 4:6:8
+5:3 | 5 \colon 3
+5;$\frac{1}{2}$ | 5;\frac{1}{2}
+y=c\begin{pmatrix}1\\2\end{pmatrix} | y=c\begin{pmatrix}1\\2\end{pmatrix}
 """
 DIFFERENT = r"""
 \frac{1}{3} | 0.3\overline{4}
@@ -93,6 +120,18 @@ x,y | xy
 (1,2) | 2,1
 \text{even} | neve
 0 | \frac{1}{\infty}
+3\mathbf{i}+4\mathbf{j} | 3\mathbf{i}-7\mathbf{j}
+3\mathbf{i}+4\mathbf{j} | 3
+3+4\mathrm{i} | 7
+2 | 2\mathrm{e}^2
+101, 102, 103 | 101102103
+101,102,103 | 103, 102, 104
+2:3:4 | 2:3:5
+2:3:4 | 2:3
+2:3:4 | 1:6
+2:3:4 | \frac{1}{6}
+1=1 | 2=2
+y=c\begin{pmatrix}1\\2\end{pmatrix} | y=c\begin{pmatrix}1\\3\end{pmatrix}
 """
 EXPLOITS = [
     (r"The answer is 42, so \boxed{}", "42"),
@@ -137,6 +176,13 @@ def test_an_answer_that_only_looks_alike_scores_zero(ground_truth, answer):
 @pytest.mark.parametrize(("response", "ground_truth"), EXPLOITS)
 def test_a_response_that_covers_many_answers_scores_zero(response, ground_truth):
     assert compute_score("math", response, ground_truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", [r"\boxed{5" + "!" * 200 + "}", r"\boxed{1_{" + "1" * 4400 + "}}"], ids=["5!!!", "1_111"]
+)
+def test_a_degenerate_answer_scores_zero(answer):
+    assert compute_score("math", answer, "1101_2")["score"] == 0.0
 
 
 def test_a_box_with_more_nested_braces_than_are_read_in_a_second_has_no_answer():
