@@ -16,6 +16,8 @@ _BETWEEN = re.compile(
     r"(?:[\s,;&$()*]|\\(?:[\[\]() ,;:!]|q?quad(?![a-z])|(?:text|mbox)\s*\{)|\}|\b(?:and|or)\b"
     r"|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
+# `\boxed{1} papers and \boxed{2} bins`
+_WORDS_BETWEEN = re.compile(r"(?!.*\b(?:not?|but|wrong|incorrect)\b)[^.:;!?\n]*\band[\s}$\\(]*")
 _MAX_BETWEEN = 70
 _PERCENT = re.compile(r"(?:\s|~|\$|\\[)\] ,])*(?:\\?%|percent\b)")
 _MAX_DEPTH = 10
@@ -59,7 +61,9 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _is_one_list(text: str, start: int, end: int) -> bool:
-    return 0 <= end - start <= _MAX_BETWEEN and _BETWEEN.fullmatch(text, start, end) is not None
+    between = text[start:end]
+    is_near = start <= end <= start + _MAX_BETWEEN
+    return is_near and bool(_BETWEEN.fullmatch(between) or _WORDS_BETWEEN.fullmatch(between))
 
 
 def _depth(text: str) -> int:
