@@ -225,8 +225,9 @@ class AlgorithmConfig(Section):
     Needs rollout.top_k, and evaluation.top_k if there are held-out prompts."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
-    """Off-policy sequence masking: tokens with negative advantage leave the objective if the mean of their response's
-    log-ratios of the engine's policy to the current one exceeds this value, in nats; null: no masking."""
+    """Off-policy sequence masking: a negative advantage counts as 0 if the mean of the response's log-ratios of the
+    engine's policy to the current one exceeds this value, in nats; null: no masking. The token then has no part in the
+    objective, except with `objective=function`, where the function decides what it contributes."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the loss."""
     kl_loss_coef: NonNegativeFloat = 0.0

@@ -174,8 +174,8 @@ class RolloutConfig(SamplingConfig, EngineConfig):
     """Maximum number of policy versions between the oldest token of a group and the weights that are trained on it."""
     on_stale: Literal["wait", "drop"] = "wait"
     """What happens to unfinished groups that would be too old for the next batch: the current batch waits for them
-    (`wait`), so that every prompt that is started is trained on, or they are dropped (`drop`). `drop` is faster, but
-    it drops the groups with the longest responses, so that the policy is trained on shorter ones than it writes."""
+    (`wait`), so that no prompt is dropped for its age, or they are dropped (`drop`). `drop` is faster, but it drops the
+    groups with the longest responses, so that the policy is trained on shorter ones than it writes."""
     max_reuse: PositiveInt = 1
     """Maximum number of rollout batches that a group may be part of."""
     on_weight_update: Literal["drain", "abort_and_resume", "keep"] = "drain"
