@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megatron_bapo.config.foreign_keys import flattened
 from megatron_bapo.config.yaml_text import UniqueKeyLoader, parse_yaml
 from megatron_bapo.errors import UserError
 
@@ -37,6 +38,8 @@ class ForeignFile:
     """Content of a file with its defaults list and overrides applied; references are not resolved yet."""
 
     content: dict[str, Any]
+    own: set[str] = field(default_factory=set)
+    """Dotted keys that the file itself or an override gives, and not only a file of its defaults list."""
     notes: list[str] = field(default_factory=list)
     """One line for each file of a defaults list that could not be read."""
 
@@ -56,11 +59,12 @@ def read_foreign(path: Path, overrides: Sequence[str]) -> ForeignFile:
         if "." not in (group := _group(key)) and isinstance(value, str)
     }
     file = ForeignFile({})
-    reader = _Reader(path.parent, groups, file.notes)
+    reader = _Reader(path.parent, groups, file)
     file.content = reader.read(path, "", ())
     for key, value in given.items():
         if _group(key) not in reader.used_groups:
             place(file.content, key.split("."), value)
+            file.own.update(name for name, _ in flattened(value, key))
     return file
 
 
@@ -106,8 +110,8 @@ def _merged(base: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]
 class _Reader:
     """Reads a file and those of its defaults list: Hydra's groups, or NeMo-RL's paths."""
 
-    def __init__(self, root: Path, groups: dict[str, str], notes: list[str]) -> None:
-        self.root, self.groups, self.notes = root, groups, notes
+    def __init__(self, root: Path, groups: dict[str, str], file: ForeignFile) -> None:
+        self.root, self.groups, self.file, self.notes = root, groups, file, file.notes
         self.used_groups: set[str] = set()
         self.search: list[Path] = []
 
@@ -129,6 +133,8 @@ class _Reader:
         defaults = content.pop(DEFAULTS, None) or []
         self._note_search(path, content)
         own = _at(package, content)
+        if not chain:
+            self.file.own.update(name for name, _ in flattened(own, ""))
         merged, placed = {}, False
         entries = [defaults] if isinstance(defaults, str) else defaults
         self._choose(entries)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from megatron_bapo.commands.foreign_files import MISSING, Unresolved, place, read_foreign, resolved
+from megatron_bapo.commands.foreign_files import MISSING, ForeignFile, Unresolved, place, read_foreign, resolved
 from megatron_bapo.commands.translated_layout import Absent, nemo_rl_layout, verl_layout
 from megatron_bapo.commands.translated_loss import nemo_rl_loss
 from megatron_bapo.config.checks import rule_problems
@@ -93,8 +93,8 @@ class Translation:
 class _Source:
     """Leaves of another project's configuration, completed by the project's defaults."""
 
-    def __init__(self, project: str, content: dict[str, Any]) -> None:
-        self.project = project
+    def __init__(self, project: str, file: ForeignFile) -> None:
+        self.project, self.own, content = project, file.own, file.content
         given = dict(flattened(content, ""))
         self.given = set(given)
         values = [f"{key}." for key, value in given.items() if not _is_unset(value)]
@@ -108,9 +108,13 @@ class _Source:
     def get(self, key: str) -> Any:
         """Return the value of a key by its current or an earlier name; None if it is not set."""
         row = find(self.project, key)
-        names = (key, *(row.older if row is not None and row.key == key else ()))
-        values = (self.leaves.get(name) for name in names)
-        return next((value for value in values if not _is_unset(value)), None)
+        value = self.leaves.get(self.name_read(row) if row is not None and row.key == key else key)
+        return None if _is_unset(value) else value
+
+    def name_read(self, row: ForeignRow) -> str:
+        """Return the name by which a row's key is read: the first of its names that is set."""
+        names = (row.key, *row.older)
+        return next((name for name in names if not _is_unset(self.leaves.get(name))), row.key)
 
     def holds(self, condition: str) -> bool:
         """Evaluate KEY, !KEY, KEY=VALUE or !KEY=VALUE. A negative number means `not set` in verl."""
@@ -128,7 +132,7 @@ def translate(path: Path, overrides: Sequence[str] = (), source: From = "auto") 
     file = read_foreign(path, overrides)
     project = _project(path, file.content) if source == "auto" else source
     _check_training(path, project, file.content)
-    theirs = _Source(project, file.content)
+    theirs = _Source(project, file)
     result = Translation(path, project, notes=file.notes)
     for key, value in projects()[project].always.items():
         result.put(key, value, f"as {result.title} does")
@@ -186,7 +190,13 @@ def _sorted(theirs: _Source, result: Translation) -> Iterator[tuple[str, Foreign
             if row.ours and applies:
                 result.unresolved.append(f"{key}={_text(value)} (here {', '.join(row.ours)})")
         elif row.ours and applies and not _is_unset(value):
-            yield key, row
+            read = key if row.is_pattern else theirs.name_read(row)
+            if read == key:
+                yield key, row
+                continue
+            instead = f"{result.title} reads {read}={_text(theirs.leaves[read])} instead"
+            is_lost = key in theirs.own and value != theirs.leaves[read]
+            (result.without if is_lost else result.idle).append(LeftOut(f"{key}={_text(value)}", instead))
         elif row.none and applies and not _is_unset(value) and not _is_neutral(value, row):
             default = "" if is_given else f" ({result.title}'s default)"
             result.without.append(LeftOut(f"{key}={shown(value)}{default}", row.reason, group))

@@ -538,6 +538,60 @@ def test_hydras_defaults_list_is_followed(tmp_path: Path) -> None:
     assert chosen.config["trainer.ppo_epochs"] == 3
 
 
+VERLS_BASE = """
+actor_rollout_ref:
+  rollout: {n: 8}
+  actor:
+    optim: {clip_grad: 1.0, lr_scheduler_type: constant, warmup_style: null}
+    fsdp_config: {ulysses_sequence_parallel_size: 1}
+    megatron: {router_replay: {mode: disabled}}
+    strategy: fsdp
+    grad_clip: 1.0
+    ulysses_sequence_parallel_size: 1
+    router_replay: {mode: disabled}
+custom_reward_function: {path: null, name: null}
+reward_model: {num_workers: null}
+reward: {num_workers: 8, custom_reward_function: {path: null, name: compute_score}}
+"""
+"""Keys that verl's own files set by a current and by an earlier name."""
+
+
+@pytest.mark.parametrize(
+    ("given", "ours", "value"),
+    [
+        ("actor_rollout_ref.actor.megatron.router_replay.mode=R3", "algorithm.routing_replay", "rollout"),
+        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4", "parallel.context_parallel_size", 4),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "parallel.context_parallel_size", 4),
+        ("actor_rollout_ref.actor.optim.clip_grad=0.5", "optimizer.clip_grad", 0.5),
+        ("actor_rollout_ref.actor.optim.grad_clip=0.5", "optimizer.clip_grad", 0.5),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "optimizer.lr_decay_style", "cosine"),
+        ("actor_rollout_ref.actor.optim.warmup_style=cosine", "optimizer.lr_decay_style", "cosine"),
+        ("reward.num_workers=16", "reward.num_workers", 16),
+        ("reward_model.num_workers=16", "reward.num_workers", 16),
+        ("reward.custom_reward_function={path: rew.py, name: f}", "reward.function", "rew:f"),
+        ("custom_reward_function={path: rew.py, name: f}", "reward.function", "rew:f"),
+    ],
+)
+def test_a_key_with_an_earlier_name_has_the_value_that_verl_reads(
+    tmp_path: Path, given: str, ours: str, value: object
+) -> None:
+    """The names are those of `engine_workers.py`, `config/actor.py`, `config/optimizer.py` and `reward_loop.py`."""
+    write(tmp_path, VERLS_BASE, "base.yaml")
+    result = translate(write(tmp_path, "defaults: [base]\n"), [given])
+    assert result.config[ours] == value
+
+
+def test_a_given_value_that_verl_does_not_read_is_reported(tmp_path: Path) -> None:
+    """FSDP clips with optimizer_config.clip_grad (`engine/fsdp/transformer_impl.py`)."""
+    write(tmp_path, VERLS_BASE, "base.yaml")
+    file, earlier = write(tmp_path, "defaults: [base]\n"), "actor_rollout_ref.actor.grad_clip"
+    result = translate(file, [f"{earlier}=0.5"])
+    expected = "verl reads actor_rollout_ref.actor.optim.clip_grad=1.0 instead"
+    assert (result.config["optimizer.clip_grad"], settings(result.without)[f"{earlier}=0.5"]) == (1.0, expected)
+    assert earlier not in " ".join(settings(translate(file, ["actor_rollout_ref.actor.optim.clip_grad=0.5"]).without))
+    assert translate(file, ["~actor_rollout_ref.actor.optim", f"{earlier}=0.5"]).config["optimizer.clip_grad"] == 0.5
+
+
 def test_nemo_rls_files_extend_one_another(tmp_path: Path) -> None:
     write(tmp_path, NEMO_RL, "base.yaml")
     child = "defaults: ../base.yaml\npolicy: {megatron_cfg: {optimizer: {_override_: true, lr: 1.0e-6}}}\n"
