@@ -47,7 +47,18 @@ def verl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
     yield Derived("rollout.colocate", not has_own and theirs("actor_rollout_ref.hybrid_engine") is not False, "")
     if has_own or nodes * gpus:
         yield from _engines(*((own_nodes, own_gpus) if has_own else (nodes, gpus)), ours)
+    yield from _mode(theirs)
     yield from _fully_asynchronous(theirs, ours)
+
+
+def _mode(theirs: Get) -> Iterator[Derived]:
+    """Yield the mode of verl's asynchronous trainers, whose files have a section `rollout` with the engines' nodes."""
+    if theirs("async_training.require_batches"):
+        yield Derived("rollout.mode", "async", "")
+    elif whole(theirs("rollout.nnodes")):
+        how = "verl's one-step-off trainer generates the next batch while it trains on one"
+        yield Derived("rollout.mode", "async", how)
+        yield Derived("rollout.max_staleness", 1, "")
 
 
 def _fully_asynchronous(theirs: Get, ours: Get) -> Iterator[Derived]:

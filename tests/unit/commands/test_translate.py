@@ -476,6 +476,28 @@ def test_asynchronous_training_of_verl_becomes_our_mode(tmp_path: Path) -> None:
     assert (config.trainer.total_steps, config.rollout.max_staleness) == (200, 1)
 
 
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("async_training: {partial_rollout: false, staleness_threshold: 0.1, require_batches: 1}\n", 0),
+        ("async_training: {staleness_threshold: 0.1, require_batches: 1}\n", 0),
+        ("", 1),
+    ],
+)
+def test_verls_asynchronous_trainers_do_not_read_the_mode_of_its_synchronous_one(
+    tmp_path: Path, section: str, told: int
+) -> None:
+    """`main_ppo.py` alone reads it; a section `rollout` without `async_training` is the one-step-off trainer's."""
+    write(tmp_path, VERL.replace("trainer:\n", "trainer:\n  v1: {trainer_mode: sync}\n"), "base.yaml")
+    engines = "rollout: {nnodes: 1, n_gpus_per_node: 8, total_rollout_steps: 51200}\n"
+    result = translate(write(tmp_path, "defaults: [base, _self_]\n" + engines + section))
+    config = loaded(tmp_path, result)
+    assert (config.rollout.mode, config.rollout.max_staleness, config.rollout.colocate) == ("async", 1, False)
+    assert sum("one-step-off" in line for line in result.converted) == told
+    assert result.broken_rules == []
+    assert loaded(tmp_path, translate(tmp_path / "base.yaml")).rollout.mode == "sync"
+
+
 def test_a_token_budget_counts_only_where_it_is_used(tmp_path: Path) -> None:
     file, by_number = write(tmp_path, VERL), "actor_rollout_ref.actor.use_dynamic_bsz=false"
     assert "trainer.max_tokens_per_gpu" not in translate(file, [by_number]).config
