@@ -47,8 +47,21 @@ def verl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
     yield Derived("rollout.colocate", not has_own and theirs("actor_rollout_ref.hybrid_engine") is not False, "")
     if has_own or nodes * gpus:
         yield from _engines(*((own_nodes, own_gpus) if has_own else (nodes, gpus)), ours)
+    yield from _layers(theirs("actor_rollout_ref.actor.strategy") == "megatron", ours)
     yield from _mode(theirs)
     yield from _fully_asynchronous(theirs, ours)
+
+
+def _layers(are_fused: bool, ours: Get) -> Iterator[Derived]:
+    """Yield Transformer Engine where the project's layers are its own, or where the sequence is spread over GPUs."""
+    key, without_gpus = "model.transformer_impl", "on a machine without GPUs set model.transformer_impl=local"
+    if ours("model.dtype") == "float32":
+        return
+    if are_fused:
+        yield Derived(key, "transformer_engine", f"Megatron's layers there are Transformer Engine's; {without_gpus}")
+    elif whole(ours("parallel.context_parallel_size")) > 1:
+        how = "with context parallelism, attention of transformer_impl=local gathers the keys and values of all ranks"
+        yield Derived(key, "transformer_engine", f"{how}; {without_gpus}", is_choice=True)
 
 
 def _mode(theirs: Get) -> Iterator[Derived]:
@@ -81,8 +94,11 @@ def _fully_asynchronous(theirs: Get, ours: Get) -> Iterator[Derived]:
 
 
 def nemo_rl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
-    """Yield NeMo-RL's layout and lengths."""
+    """Yield NeMo-RL's layout, layers and lengths."""
     yield from _nemo_rl_gpus(theirs, ours)
+    is_megatron, layers = (theirs(f"policy.megatron_cfg.{key}") for key in ("enabled", "transformer_impl"))
+    if not is_megatron or layers == "transformer_engine":
+        yield from _layers(bool(is_megatron), ours)
     yield from _nemo_rl_lengths(theirs)
 
 

@@ -9,6 +9,7 @@ from megatron_bapo.cli.main import app
 from megatron_bapo.commands.translate import From, Translation, translate
 from megatron_bapo.commands.translated_text import config_text, report_lines
 from megatron_bapo.config.checks import rule_problems
+from megatron_bapo.config.colocation_checks import layer_problems
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
@@ -474,6 +475,41 @@ def test_asynchronous_training_of_verl_becomes_our_mode(tmp_path: Path) -> None:
     assert (config.rollout.mode, config.rollout.on_weight_update) == ("async", "abort_and_resume")
     assert (config.trainer.train_batch_size, config.trainer.ppo_mini_batch_size) == (4096, 1024)
     assert (config.trainer.total_steps, config.rollout.max_staleness) == (200, 1)
+
+
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
+ULYSSES = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+WITHOUT_FP8 = ("policy.megatron_cfg.fp8_cfg.enabled=false", "policy.generation.vllm_cfg.precision=auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "layers", "report"),
+    [
+        (VERL, [MEGATRON], "transformer_engine", "Converted:"),
+        (VERL, ["actor_rollout_ref.actor.strategy=fsdp2"], "local", ""),
+        (VERL, ["actor_rollout_ref.actor.strategy=fsdp2", f"{ULYSSES}=2"], "transformer_engine", "Still to be set"),
+        (VERL, [MEGATRON, "actor_rollout_ref.actor.megatron.dtype=float32"], "local", ""),
+        (NEMO_RL, [*WITHOUT_FP8], "transformer_engine", "Converted:"),
+        (NEMO_RL, [*WITHOUT_FP8, "policy.megatron_cfg.transformer_impl=local"], "local", ""),
+        (NEMO_RL, [*WITHOUT_FP8, "policy.precision=float32"], "local", ""),
+        (NEMO_RL, ["policy.megatron_cfg.enabled=false", *WITHOUT_FP8], "local", ""),
+    ],
+)
+def test_layers_of_transformer_engine_stay_its_own(
+    tmp_path: Path, text: str, overrides: list[str], layers: str, report: str
+) -> None:
+    """verl's `model_initializer.py` and Megatron-Core's default in NeMo-RL's `setup.py` build them."""
+    result = translate(write(tmp_path, text), overrides)
+    config = loaded(tmp_path, result)
+    assert (config.model.transformer_impl, result.broken_rules) == (layers, [])
+    lines = list(report_lines(result))
+    about = [number for number, line in enumerate(lines) if "set model.transformer_impl=local" in line]
+    heads = [next(line for line in reversed(lines[:number]) if not line.startswith(" ")) for number in about]
+    assert [head for head in heads if not report or not head.startswith(report)] == []
+    assert bool(heads) == bool(report)
+    told = list(layer_problems(config, None, has_transformer_engine=False))
+    assert bool(told) == (layers == "transformer_engine")
+    assert list(layer_problems(loaded(tmp_path, result, "model.transformer_impl=local"), None, False)) == []
 
 
 @pytest.mark.parametrize(
