@@ -241,8 +241,11 @@ def _convert(key: str, row: ForeignRow, theirs: _Source, result: Translation) ->
         result.put(ours, converted, to_do or how or ("" if key in theirs.given else f"{result.title}'s default"))
         if to_do and ours in row.ours:
             result.to_set[ours] = to_do
-    if values and (how or list(values.values()) != [value] * len(values)):
-        written = " ".join(f"{ours}={shown(converted)}" for ours, converted in values.items())
+    is_changed = bool(values) and (how or list(values.values()) != [value] * len(values))
+    # The note of a choice is about values of another name; that of another row is about the value that is given.
+    is_noted = row.note and row.convert != "choice" and key in theirs.own and not _is_neutral(value, row)
+    if is_changed or is_noted:
+        written = " ".join(f"{ours}={shown(converted)}" for ours, converted in values.items()) or "left out"
         told = "; ".join(text for text in (how, row.note) if text)
         result.converted.append(f"{setting} -> {written}" + (f": {told}" if told else ""))
 

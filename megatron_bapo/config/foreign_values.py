@@ -102,7 +102,7 @@ def _weight_bounds(foreign: Foreign) -> Converted:
     truncation, level, highest, lowest = foreign.ours
     values = {truncation: _number(upper)}
     if lower and foreign.known(level) is not None:
-        raise NoCounterpart(foreign.note)
+        raise NoCounterpart(f"it takes the place of rollout_rs, which is {foreign.known(level)}, and there is only one")
     if lower and foreign.other is None:
         raise ByHand("rollout_rs is the level of verl's rollout_is")
     if lower:
@@ -348,7 +348,7 @@ READ_TOGETHER = ("switch", "several")
 
 CONVERSIONS: dict[str, Conversion] = {
     "same": Conversion(_same),
-    "weight_bounds": Conversion(_weight_bounds, "one bound truncates weights; `lower_upper` rejects, as IcePop does"),
+    "weight_bounds": Conversion(_weight_bounds, "one bound truncates weights; `lower_upper` rejects, as IcePop does, in the place of rollout_rs"),
     "positive": Conversion(_positive, "0 and below: leave it out"),
     "prompts": Conversion(_prompts, "counts prompts there and trajectories here: x `rollout.n`", 1),
     "rollout_batches": Conversion(_rollout_batches, "counts rollout batches there and updates here", 2),

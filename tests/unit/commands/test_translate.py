@@ -370,6 +370,34 @@ def test_the_note_of_a_converted_value_is_told(tmp_path: Path) -> None:
     assert any(line.startswith(told) for line in result.converted)
 
 
+NOTED = {
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4": "Ulysses is parallel.cp_comm_type=a2a",
+    "data.train_max_samples=2000": "kept from the start of the file; verl samples them at random while data.shuffle",
+    "actor_rollout_ref.rollout.top_p=0.9": "needs algorithm.keep_sampling_mask",
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=true": "the gate of a shared expert is",
+    "trainer.save_freq=-1": "checkpoints cannot be switched off",
+    "grpo.dynamic_sampling_max_gen_batches=12": "after so many, groups of equal rewards are kept",
+    "policy.megatron_cfg.freeze_moe_router=true": "set it for experts on one rank too",
+    "checkpointing.keep_top_k=5": "the newest, not the best",
+}
+"""Given values, which stay what they are, and what the report says of them."""
+
+
+@pytest.mark.parametrize("given", NOTED)
+def test_the_note_of_a_given_value_that_stays_is_told(tmp_path: Path, given: str) -> None:
+    is_verls = given.startswith(("actor_rollout_ref", "data", "trainer"))
+    write(tmp_path, VERL.replace("strategy: megatron", "strategy: fsdp") if is_verls else NEMO_RL, "base.yaml")
+    file = write(tmp_path, "defaults: [base]\n" if is_verls else "defaults: base.yaml\n")
+    assert [line for line in translate(file, [given]).converted if NOTED[given] in line] != []
+    assert [line for line in translate(file).converted if NOTED[given] in line] == []
+
+
+def test_the_note_is_not_told_of_a_default_or_of_a_value_that_it_does_not_concern(tmp_path: Path) -> None:
+    file = write(tmp_path, VERL)
+    neutral = ["actor_rollout_ref.rollout.top_p=1.0", "actor_rollout_ref.rollout.top_k=-1", "data.val_max_samples=-1"]
+    assert translate(file, neutral).converted == translate(file).converted
+
+
 def test_paths_in_the_home_directory_need_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     overrides = ["data.train_files=~/data/train.parquet", "actor_rollout_ref.model.path=~/Qwen3-8B"]
