@@ -146,11 +146,15 @@ class _Reader:
         return merged if placed else _merged(merged, own)
 
     def _note_search(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Add the folders of Hydra's search path, which may be relative to any folder above the file."""
+        """Add the folders of Hydra's search path, which may be relative to any folder above the file.
+
+        A package such as `pkg://verl.trainer.config` is the folder verl/trainer/config.
+        """
         hydra = content.get("hydra")
         listed = hydra.get("searchpath", []) if isinstance(hydra, Mapping) else []
         for each in listed if isinstance(listed, list) else []:
-            relative = str(each).removeprefix("file://")
+            scheme, _, named = str(each).rpartition("://")
+            relative = named.replace(".", "/") if scheme == "pkg" else named
             self.search += [parent / relative for parent in path.resolve().parents if (parent / relative).is_dir()][:1]
 
     def _choose(self, entries: Sequence[Any]) -> None:

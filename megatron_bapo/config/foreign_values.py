@@ -348,7 +348,9 @@ READ_TOGETHER = ("switch", "several")
 
 CONVERSIONS: dict[str, Conversion] = {
     "same": Conversion(_same),
-    "weight_bounds": Conversion(_weight_bounds, "one bound truncates weights; `lower_upper` rejects, as IcePop does, in the place of rollout_rs"),
+    "weight_bounds": Conversion(
+        _weight_bounds, "one bound truncates weights; `lower_upper` rejects, as IcePop does, in the place of rollout_rs"
+    ),
     "positive": Conversion(_positive, "0 and below: leave it out"),
     "prompts": Conversion(_prompts, "counts prompts there and trajectories here: x `rollout.n`", 1),
     "rollout_batches": Conversion(_rollout_batches, "counts rollout batches there and updates here", 2),

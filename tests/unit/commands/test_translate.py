@@ -678,6 +678,15 @@ def test_a_given_value_that_verl_does_not_read_is_reported(tmp_path: Path) -> No
     assert translate(file, ["~actor_rollout_ref.actor.optim", f"{earlier}=0.5"]).config["optimizer.clip_grad"] == 0.5
 
 
+@pytest.mark.parametrize("folder", ["pkg://verl.trainer.config", "file://verl/trainer/config", "verl/trainer/config"])
+def test_the_search_path_of_hydra_may_name_a_package(tmp_path: Path, folder: str) -> None:
+    """As in `fully_async_ppo_trainer.yaml` and `fully_async_ppo_megatron_trainer.yaml`."""
+    write(tmp_path, VERL, "verl/trainer/config/ppo_trainer.yaml")
+    text = f"hydra: {{searchpath: ['{folder}']}}\ndefaults: [ppo_trainer, _self_]\nrollout: {{n: 4}}\n"
+    result = translate(write(tmp_path, text, "verl/experimental/config/theirs.yaml"), ["data.max_prompt_length=99"])
+    assert (result.config.get("rollout.n"), result.notes) == (16, [])
+
+
 def test_nemo_rls_files_extend_one_another(tmp_path: Path) -> None:
     write(tmp_path, NEMO_RL, "base.yaml")
     child = "defaults: ../base.yaml\npolicy: {megatron_cfg: {optimizer: {_override_: true, lr: 1.0e-6}}}\n"
