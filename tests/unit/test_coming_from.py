@@ -2,7 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
+from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.foreign_keys import projects, rows
 from megatron_bapo.config.loading import dotted_keys
 from megatron_bapo.config.schema import Config
@@ -26,6 +28,17 @@ def test_every_key_that_is_translated_has_a_line_and_the_keys_here_exist() -> No
         assert here[f"{projects()[row.project].prefix}{row.key}"] & set(row.ours)
     keys = {key for project in projects() for row in rows(project) for key in row.ours}
     assert keys <= set(dotted_keys(Config))
+
+
+def test_the_page_names_every_objective_and_the_commit_of_each_project() -> None:
+    text = PAGE.read_text()
+    (objectives,) = re.findall(r"`algorithm.objective` is (.*?)\. The fixed", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", objectives)) == set(
+        get_args(AlgorithmConfig.model_fields["objective"].annotation)
+    )
+    sources = re.findall(r"^The keys are those of (.*)", text, re.MULTILINE)
+    assert len(sources) == len(projects())
+    assert [each for each in sources if not re.search(r"at commit `[0-9a-f]{7}` \(20\d\d-\d\d-\d\d\)", each)] == []
 
 
 def test_keys_that_the_text_between_the_tables_names_exist() -> None:
