@@ -60,8 +60,8 @@ def _layers(are_fused: bool, ours: Get) -> Iterator[Derived]:
     if are_fused:
         yield Derived(key, "transformer_engine", f"Megatron's layers there are Transformer Engine's; {without_gpus}")
     elif whole(ours("parallel.context_parallel_size")) > 1:
-        how = "with context parallelism, attention of transformer_impl=local gathers the keys and values of all ranks"
-        yield Derived(key, "transformer_engine", f"{how}; {without_gpus}", is_choice=True)
+        how = f"local layers would gather the keys of all ranks; {without_gpus}"
+        yield Derived(key, "transformer_engine", how, is_choice=True)
 
 
 def _mode(theirs: Get) -> Iterator[Derived]:

@@ -530,6 +530,7 @@ def test_layers_of_transformer_engine_stay_its_own(
     result = translate(write(tmp_path, text), overrides)
     config = loaded(tmp_path, result)
     assert (config.model.transformer_impl, result.broken_rules) == (layers, [])
+    assert all(len(line) <= 120 for line in config_text(result).splitlines())
     lines = list(report_lines(result))
     about = [number for number, line in enumerate(lines) if "set model.transformer_impl=local" in line]
     heads = [next(line for line in reversed(lines[:number]) if not line.startswith(" ")) for number in about]
