@@ -6,6 +6,7 @@ indices. Trajectories of a group may share the tokens of their prompt; they are 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Sharing:
     """Group of each trajectory; None: it is in none."""
     num_shared: Sequence[int]
     """Number of tokens of each trajectory that its whole group has."""
+    repeated: float = 0.0
+    """Share of a token's memory that a shared token takes again for each further trajectory: attention repeats it."""
 
 
 def pack(
@@ -54,10 +57,11 @@ def pack(
     """Distribute trajectories of `lengths` tokens: result[rank][micro_batch] is a sorted list of their indices.
 
     Each trajectory is in exactly one micro-batch. No micro-batch, padded by `rule`, has more than `max_tokens` tokens
-    over all its context-parallel ranks. All ranks have the same number of micro-batches, a multiple of
-    `num_multiple_of`, as pipeline schedules and gradient reductions require. This number is the smallest that the
-    search finds, or larger if that balances the ranks. The most expensive micro-batches come first. Micro-batches are
-    empty only if there are fewer trajectories than micro-batches. Raises UserError if a trajectory exceeds the budget.
+    over all its context-parallel ranks, or takes more memory than so many without sharing. All ranks have the same
+    number of micro-batches, a multiple of `num_multiple_of`, as pipeline schedules and gradient reductions require.
+    This number is the smallest that the search finds, or larger if that balances the ranks. The most expensive
+    micro-batches come first. Micro-batches are empty only if there are fewer trajectories than micro-batches. Raises
+    UserError if a trajectory exceeds the budget.
 
     With `sharing`, which excludes padding of single sequences, whole groups compute the fewest tokens but may leave the
     ranks with unequal work. Halves, quarters and smaller parts of them are therefore tried, too, until the ranks are
@@ -93,7 +97,9 @@ class _Items:
     members: list[list[int]]
     """Trajectories of each item."""
     sizes: np.ndarray
-    """Tokens."""
+    """Tokens that are computed."""
+    rooms: np.ndarray
+    """Tokens of the budget that each item takes: its own, and a part of those that attention repeats."""
     squares: np.ndarray
     """Sum of the squared lengths, to which the work of attention is proportional."""
     budget: int
@@ -113,35 +119,38 @@ class _Items:
         equal_lengths: bool,
     ) -> _Items:
         """Split each group into parts of at most `most` trajectories that fit into a micro-batch."""
-        members, sizes, filling = list[list[int]](), list[int](), dict[int, int]()
+        members, sizes, rooms, filling = list[list[int]](), list[int](), list[int](), dict[int, int]()
         for index, (group, num_shared) in enumerate(zip(sharing.groups, sharing.num_shared, strict=True)):
             item, own = None if group is None else filling.get(group), lengths[index] - num_shared
-            if item is None or len(members[item]) == most or sizes[item] + own > budget:
-                item = len(members)
+            more = own + math.ceil(sharing.repeated * num_shared)
+            if item is None or len(members[item]) == most or rooms[item] + more > budget:
+                item, more = len(members), own
                 members.append([])
                 sizes.append(num_shared)
+                rooms.append(num_shared)
             if group is not None:
                 filling[group] = item
             members[item].append(index)
             sizes[item] += own
+            rooms[item] += more
         squares = [sum(lengths[index] ** 2 for index in item) for item in members]
-        arrays = np.array(sizes, np.int64), np.array(squares, np.int64)
+        arrays = (np.array(numbers, np.int64) for numbers in (sizes, rooms, squares))
         return _Items(members, *arrays, budget, attention_length, equal_lengths)
 
 
 def _distribute(items: _Items, num_ranks: int, num_multiple_of: int) -> _Found:
     """Return the plan with the fewest micro-batches that the search finds, or with more that balance the ranks."""
-    sizes, budget = items.sizes, items.budget
+    rooms, budget = items.rooms, items.budget
 
     def search(num_micro_batches: int) -> _Found | None:
         return _search(items, (num_ranks, num_micro_batches))
 
     # Two trajectories that each need more than half of the budget cannot share a micro-batch.
-    num_needed = max(1, -(-int(sizes.sum()) // budget), int(np.count_nonzero(2 * sizes > budget)))
+    num_needed = max(1, -(-int(rooms.sum()) // budget), int(np.count_nonzero(2 * rooms > budget)))
     num_micro_batches = round_up(-(-num_needed // num_ranks), num_multiple_of)
     while (found := search(num_micro_batches)) is None:
         num_micro_batches += num_multiple_of
-    while found.busiest > UNBALANCED * found.mean and (num_micro_batches + num_multiple_of) * num_ranks <= len(sizes):
+    while found.busiest > UNBALANCED * found.mean and (num_micro_batches + num_multiple_of) * num_ranks <= len(rooms):
         num_micro_batches += num_multiple_of
         more = search(num_micro_batches)
         if more is None or more.busiest * BALANCED > found.busiest:
@@ -197,24 +206,26 @@ def _search(items: _Items, shape: tuple[int, int]) -> _Found | None:
 
 
 def _fill(items: _Items, shape: tuple[int, int], fullest: bool, attention_weight: float) -> _Found | None:
-    """Assign items, longest first, to the rank with room that has the least work; None if one fits nowhere.
+    """Assign items, largest first, to the rank with room that has the least work; None if one fits nowhere.
 
     Among the rank's micro-batches with room, choose the one with the least work or, if `fullest`, the fullest.
     """
     sizes, equal_lengths, attention_length = items.sizes, items.equal_lengths, items.attention_length
-    tokens, longest, squares = (np.zeros(shape, np.int64) for _ in range(3))
+    tokens, taken, longest, squares = (np.zeros(shape, np.int64) for _ in range(4))
     plan: Plan = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
-    for num_placed, index in enumerate(np.argsort(-sizes, kind="stable").tolist()):
+    for num_placed, index in enumerate(np.argsort(-items.rooms, kind="stable").tolist()):
         added = np.maximum(longest, sizes[index]) if equal_lengths else np.full(shape, sizes[index])
-        has_room = tokens + added <= items.budget
+        taking = added if equal_lengths else np.full(shape, items.rooms[index])
+        has_room = taken + taking <= items.budget
         if len(sizes) - num_placed <= np.count_nonzero(tokens == 0):
             has_room &= tokens == 0
         work = tokens + attention_weight / attention_length * squares
         rank = int(np.argmin(np.where(has_room.any(axis=1), work.sum(axis=1), np.inf)))
-        place = rank, int(np.argmin(np.where(has_room[rank], -tokens[rank] if fullest else work[rank], np.inf)))
+        place = rank, int(np.argmin(np.where(has_room[rank], -taken[rank] if fullest else work[rank], np.inf)))
         if not has_room[place]:
             return None
         tokens[place] += added[place]
+        taken[place] += taking[place]
         squares[place] += added[place] ** 2 if equal_lengths else items.squares[index]
         longest[place] = added[place]
         plan[place[0]][place[1]].append(index)

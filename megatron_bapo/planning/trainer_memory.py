@@ -76,6 +76,20 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
     )
 
 
+def attention_share(config: Config, architecture: Architecture) -> float:
+    """Return the largest share of a layer's activations that attention saves, with and without recomputation.
+
+    It is what a token that several sequences share takes again for each of them (`model/packed_attention.py`).
+    """
+    batch, lora = largest_micro_batch(config, Assumptions()), config.model.lora
+    layers = [
+        layer_activations(architecture, parallel, batch, kind, lora)
+        for parallel in (config.parallel, without_recompute(config.parallel))
+        for kind in layer_kinds(architecture, range(architecture.num_hidden_layers))
+    ]
+    return max(terms["attention kernel"] / terms.total() for terms in layers)
+
+
 def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
     """Return the micro-batches of one update on one data-parallel rank."""
     trajectories = config.trainer.ppo_mini_batch_size / config.parallel.data_parallel_size

@@ -25,6 +25,7 @@ from megatron_bapo.parallel.megatron import (
     gather_from_sequence_parallel_region,
 )
 from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.planning.trainer_memory import attention_share
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.fused_paths import kernels_work
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
@@ -64,7 +65,11 @@ class Worker:
         """Return the example indices of each micro-batch of every data-parallel rank."""
         sharing = None
         if self.config.shares_prompts:
-            sharing = Sharing(tuple(e.group for e in examples), tuple(e.num_shared_tokens for e in examples))
+            sharing = Sharing(
+                tuple(example.group for example in examples),
+                tuple(example.num_shared_tokens for example in examples),
+                attention_share(self.config, self.model.architecture),
+            )
         return packed(
             tuple(example.num_input_tokens for example in examples),
             self.config.max_micro_batch_tokens,

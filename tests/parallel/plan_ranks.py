@@ -22,7 +22,7 @@ from megatron_bapo.model.vocab_parallel import token_loss
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import HybridDeviceOptimizer
 from megatron_bapo.records import Trajectory, VersionSpan
-from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.policy_update import supervised_update
 from megatron_bapo.trainer.worker import Worker, create_reference, create_teacher, create_worker, response_outputs
 
@@ -32,17 +32,17 @@ Storages = dict[int, int]
 """Address -> bytes."""
 
 
-def make_example(length: int) -> Example:
-    """Return an example with this number of input tokens."""
+def make_example(length: int, num_shared: int = 0, group: int | None = None) -> Example:
+    """Return an example with this number of input tokens, of which its group shares some."""
     trajectory = Trajectory(
-        prompt_token_ids=np.ones(1, np.int32),
-        response_token_ids=np.arange(length, dtype=np.int32),
-        behaviour_log_probs=np.zeros(length, np.float32),
-        version_spans=(VersionSpan(0, length),),
+        prompt_token_ids=np.ones(num_shared + 1, np.int32),
+        response_token_ids=np.arange(length - num_shared, dtype=np.int32),
+        behaviour_log_probs=np.zeros(length - num_shared, np.float32),
+        version_spans=(VersionSpan(0, length - num_shared),),
         finish_reason="stop",
         text="",
     )
-    return Example(trajectory, advantage=1.0, weight=1.0)
+    return Example(trajectory, advantage=1.0, weight=1.0, group=group)
 
 
 def storages(tensors: Any) -> Storages:
@@ -114,10 +114,8 @@ def teacher_bytes(worker: Worker) -> int:
     return 0 if teacher is None else total(storages(p for _, p in teacher.named_parameters()))
 
 
-def activation_bytes(worker: Worker) -> tuple[list[int], int]:
+def activation_bytes(worker: Worker, batch: MicroBatch) -> tuple[list[int], int]:
     """Return the bytes of each chunk, and of the output layer with its loss."""
-    examples = [make_example(length) for length in LENGTHS]
-    batch = worker.lay_out(examples, [[*range(len(examples))]])[0]
     config, output, by_chunk = worker.model.config, 0, []
     split = len(batch.tokens_T) // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     for chunk in worker.model.chunks:
@@ -140,6 +138,13 @@ def activation_bytes(worker: Worker) -> tuple[list[int], int]:
     return by_chunk, output
 
 
+def shared_prompt_bytes(worker: Worker) -> int:
+    """Return the most that a micro-batch with many short responses to one prompt saves in this rank's only chunk."""
+    batches = worker.micro_batches([make_example(21, num_shared=19, group=0) for _ in range(32)])
+    assert any(batch.packed.shared is not None for batch in batches)
+    return max(sum(activation_bytes(worker, batch)[0]) for batch in batches)
+
+
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
     if case["offload_and_frozen_models"]:
@@ -148,7 +153,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     worker = create_worker(config, config.model_path, groups)
     examples = make_examples(worker.model.architecture.vocab_size)
     supervised_update(worker, examples, LEARNING_RATE)
-    by_chunk, output = activation_bytes(worker)
+    examples = [make_example(length) for length in LENGTHS]
+    by_chunk, output = activation_bytes(worker, worker.lay_out(examples, [[*range(len(examples))]])[0])
     facts = {
         "stage": groups.pipeline.rank,
         "data_rank": groups.data_context.rank,
@@ -156,6 +162,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         "state": state_bytes(worker) | {"reference": reference_bytes(worker), "teacher": teacher_bytes(worker)},
         "activations": by_chunk,
         "output": output,
+        "shared_prompt": shared_prompt_bytes(worker) if config.parallel.world_size == 1 else 0,
         "names": [[name for name, _ in chunk.gpt.named_parameters()] for chunk in worker.model.chunks],
         "numel": [[p.numel() for p in chunk.gpt.parameters()] for chunk in worker.model.chunks],
     }

@@ -179,3 +179,20 @@ def test_activations_are_the_tensors_that_autograd_saves(results: Path, model: s
                 chunk_size = config.trainer.logprob_chunk_size
                 kept, _ = output_layer_bytes(architecture, config.parallel, batch, chunk_size, is_trained=True)
                 assert kept == pytest.approx(rank["output"], rel=PLANNED_ACTIVATIONS)
+
+
+# Gated DeltaNets save whole chunks of 64 tokens, of which these sequences have less.
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(model, name) for model, name in CASES if LAYOUTS[name].world_size == 1 and model not in DELTA_NETS],
+)
+def test_responses_that_share_a_prompt_take_no_more_than_a_full_micro_batch(
+    results: Path, model: str, name: str
+) -> None:
+    config, architecture = planned(results, model, name)
+    (rank,) = ranks(results, f"{model}-{name}")
+    bytes_of = {"float32": 4, "bfloat16": 2}[LAYOUTS[name].dtype]
+    batch = MicroBatch((config.max_micro_batch_tokens,), bytes_of, fused_norms=False)
+    (chunk,) = stage_chunks(architecture, config.parallel, 0)
+    full = sum(chunk_activations(architecture, config.parallel, chunk, batch).values())
+    assert 0 < rank["shared_prompt"] <= full * (1 + PLANNED_ACTIVATIONS)

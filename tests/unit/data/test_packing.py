@@ -218,9 +218,11 @@ groups = st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(1, 60), min
 
 
 @pytest.mark.slow
-@given(groups=groups, num_ranks=st.integers(1, 4), num_multiple_of=st.integers(1, 2))
+@given(
+    groups=groups, num_ranks=st.integers(1, 4), num_multiple_of=st.integers(1, 2), repeated=st.sampled_from([0.0, 0.3])
+)
 def test_groups_that_share_their_prompt_fit_the_budget_and_cost_the_busiest_rank_no_more(
-    groups, num_ranks, num_multiple_of
+    groups, num_ranks, num_multiple_of, repeated
 ):
     members = [(number, num, own) for number, (num, owns) in enumerate(groups) for own in owns]
     group_of, shared, own = ([member[column] for member in members] for column in range(3))
@@ -236,10 +238,12 @@ def test_groups_that_share_their_prompt_fit_the_budget_and_cost_the_busiest_rank
         return num_tokens(indices) + sum(lengths[i] ** 2 for i in indices) / 1000.0
 
     settings = {"num_multiple_of": num_multiple_of, "attention_length": 1000.0}
-    plan = pack(lengths, 128, num_ranks, sharing=Sharing(group_of, shared), **settings)
+    plan = pack(lengths, 128, num_ranks, sharing=Sharing(group_of, shared, repeated), **settings)
 
     assert sorted(i for rank in plan for indices in rank for i in indices) == list(range(len(lengths)))
-    assert all(num_tokens(indices) <= 128 for rank in plan for indices in rank)
+    for indices in itertools.chain.from_iterable(plan):
+        num_computed, num_all = num_tokens(indices), sum(lengths[i] for i in indices)
+        assert num_computed + repeated * (num_all - num_computed) <= 128
     (num_micro_batches,) = {len(rank) for rank in plan}
     assert num_micro_batches % num_multiple_of == 0
     apart = pack(lengths, 128, num_ranks, **settings)
