@@ -134,8 +134,8 @@ class _Items:
             sizes[item] += own
             rooms[item] += more
         squares = [sum(lengths[index] ** 2 for index in item) for item in members]
-        arrays = (np.array(numbers, np.int64) for numbers in (sizes, rooms, squares))
-        return _Items(members, *arrays, budget, attention_length, equal_lengths)
+        columns = np.array([sizes, rooms, squares], np.int64)
+        return _Items(members, columns[0], columns[1], columns[2], budget, attention_length, equal_lengths)
 
 
 def _distribute(items: _Items, num_ranks: int, num_multiple_of: int) -> _Found:
