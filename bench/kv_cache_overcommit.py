@@ -35,7 +35,7 @@ NUM_STEPS = 3
 def step_s(name: str) -> dict[float, float]:
     """Return the simulated seconds of a step of a recipe on H100, by the factor."""
     config, assumptions = load_config(RECIPES / f"{name}.yaml"), Assumptions()
-    plan = Plan(config, architecture_of(config.model)[0], "H100", "separate", assumptions)
+    plan = Plan(config, architecture_of(config.model)[0], "H100", assumptions)
     mean, sigma = mean_response(config, assumptions), assumptions.length_sigma
     workload = planned_workload(plan, mean_response=mean, sigma=sigma)
     found: dict[float, float] = {}

@@ -126,8 +126,7 @@ class PublishedRun:
         lengths = _lengths(fields)
         values |= {name: lengths.pop(name) for name in ("mean_prompt_fraction", "mean_response_fraction")}
         settings = _settings(fields) | lengths | self.base.get("settings", {}) | fields.get("settings", {})
-        placement = "colocated" if settings["rollout.colocate"] else "separate"
-        return Plan(_config(settings), self.architecture, fields.get("gpu", "H100"), placement, Assumptions(**values))
+        return Plan(_config(settings), self.architecture, fields.get("gpu", "H100"), Assumptions(**values))
 
     def comparisons(self) -> list[Comparison]:
         planned, found = self.figures(self.plan()), []

@@ -152,7 +152,7 @@ def on_paper() -> tuple[list[tuple[object, ...]], dict[str, float]]:
     """Return the simulated seconds of a step of 32B with 64k responses on H100 and separate engines, and ratios."""
     config = load_config(RECIPE, ON_PAPER)
     architecture, _ = architecture_of(config.model)
-    plan = Plan(config, architecture, "H100", "separate", Assumptions())
+    plan = Plan(config, architecture, "H100", Assumptions())
     workload = planned_workload(plan, mean_response=MEAN_RESPONSE, sigma=SIGMA)
     results = {
         name: simulate(settings, workload, num_steps=5, num_first_steps=settings.max_staleness + 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
-from megatron_bapo.planning.plan import Plan, placement_of
+from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.rendering import layout_name
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
@@ -48,10 +48,10 @@ HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB train, gen
 def row(recipe: Path) -> str:
     config = load_config(recipe)
     architecture, _ = architecture_of(config.model)
-    placement, rollout = placement_of(config), config.rollout
-    h100, h200 = (Plan(config, architecture, gpu, placement, Assumptions()) for gpu in ("H100", "H200"))
+    rollout = config.rollout
+    h100, h200 = (Plan(config, architecture, gpu, Assumptions()) for gpu in ("H100", "H200"))
     assert h100.fits, f"{recipe.name} does not fit: {h100.problems}"
-    shared = placement == "colocated"
+    shared = rollout.colocate
     generating = h100.while_generating(h100.fullest_resident_stage) if shared else h100.engine.total
     gib = (h100.while_training(h100.worst_stage), generating)
     cells = [

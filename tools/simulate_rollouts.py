@@ -87,7 +87,7 @@ def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload,
         )
     config = load_config(arguments.source, arguments.overrides)
     architecture, _ = architecture_of(config.model)
-    plan = Plan(config, architecture, arguments.gpu, "separate", Assumptions())
+    plan = Plan(config, architecture, arguments.gpu, Assumptions())
     mean = arguments.mean_response or config.rollout.max_response_length / 4
     return config.rollout, planned_workload(plan, mean_response=mean, sigma=arguments.sigma), None
 

@@ -12,14 +12,16 @@ from megatron_bapo.cli.foreign_options import KeyCommand
 from megatron_bapo.cli.run_plan import print_warnings
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import USER_ERROR, UserError
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of, teacher_of
-from megatron_bapo.planning.plan import Placement, Plan, placement_of
+from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.rendering import as_data, print_plan, print_search
-from megatron_bapo.planning.search import NEAR_BEST, changes, check_searched, search
+from megatron_bapo.planning.search import NEAR_BEST, check_searched, search
+from megatron_bapo.planning.settings import Placement, changes, with_placement
 
 _SEARCH, _WEIGHTS, _ASSUMPTIONS = "Search for layouts", "Weight sync", "Assumptions"
 
@@ -110,7 +112,8 @@ def plan(
     placement: Annotated[
         Placement | None,
         typer.Option(
-            help="Engines on the trainer's GPUs, or on GPUs of their own; default: as rollout.colocate says.",
+            help="Short for the overrides that place engines on the trainer's GPUs or on GPUs of their own; they are "
+            "printed. Default: as rollout.colocate says.",
             show_default=False,
         ),
     ] = None,
@@ -132,12 +135,13 @@ def plan(
     """
     with messages():
         _check_plan_options(context, ranked=ranked, weights=weights, as_json=as_json)
-        resolved = load_config(config, overrides or [])
+        given = load_config(config, overrides or [])
+        resolved = given if placement is None else with_placement(given, placement)
         architecture, where = architecture_of(resolved.model)
         assumptions = Assumptions(
             compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
         )
-        planned = Plan(resolved, architecture, gpu, placement or placement_of(resolved), assumptions)
+        planned = Plan(resolved, architecture, gpu, assumptions)
         if weights:
             from megatron_bapo.commands.weight_plan_tables import print_weight_plan
 
@@ -145,9 +149,9 @@ def plan(
             print_weight_plan(terminal(), planned, ranks_per_host, network_gbit_s)
             return
         if ranked:
-            fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
+            fits = _print_search(given, planned, num_gpus or planned.num_gpus, as_json=as_json)
         else:
-            fits = _print_memory_and_time(planned, where, as_json=as_json)
+            fits = _print_memory_and_time(given, planned, where, as_json=as_json)
     raise typer.Exit(0 if fits else USER_ERROR)
 
 
@@ -164,22 +168,23 @@ def _check_plan_options(context: typer.Context, *, ranked: bool, weights: bool, 
             raise UserError(f"--{name.replace('_', '-')} is for {option}; add {option}, or leave it out")
 
 
-def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
+def _print_search(given: Config, plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
     with terminal(stderr=True).status("searching for layouts"):
         found = search(plan, num_gpus)
     if not found:
         check_searched(plan, num_gpus)
     if as_json:
-        typer.echo(json.dumps([as_data(each, changes(plan.config, each.config)) for each in found]))
+        typer.echo(json.dumps([as_data(each, changes(given, each.config)) for each in found]))
     else:
-        print_search(terminal(), plan, found, num_gpus)
+        print_search(terminal(), plan, found, num_gpus, changes(given, found[0].config) if found else [])
     return bool(found)
 
 
-def _print_memory_and_time(plan: Plan, where: str, *, as_json: bool) -> bool:
+def _print_memory_and_time(given: Config, plan: Plan, where: str, *, as_json: bool) -> bool:
     warnings = check_planned(plan.config, plan.architecture, where, teacher_of(plan.config))
     warnings += plan.time_warnings
-    would_fit = [] if plan.fits else advice(plan)
+    fitting = plan if plan.fits else advice(plan)
+    would_fit = [] if fitting is None else changes(given, fitting.config)
     if as_json:
         typer.echo(json.dumps(as_data(plan, would_fit)))
     else:

@@ -24,6 +24,7 @@ from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of, teacher_of
 from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.settings import changes
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 MAX_NODES = 2048
@@ -75,11 +76,12 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
         return warnings
     host_memory_gib = cluster.memory_gib or Assumptions.host_memory_gib
     assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node, host_memory_gib=host_memory_gib)
-    placement = "colocated" if config.rollout.colocate else "separate"
-    plan = Plan(config, architecture, cluster.gpu, placement, assumptions, engine_gpu)
+    plan = Plan(config, architecture, cluster.gpu, assumptions, engine_gpu)
     if not plan.fits:
-        changes = advice(plan)
-        would_fit = [f"this would fit: {' '.join(changes)}"] if changes else ["`plan --search` lists layouts that fit"]
+        fitting = advice(plan)
+        would_fit = ["`plan --search` lists layouts that fit"]
+        if fitting is not None:
+            would_fit = [f"this would fit: {' '.join(changes(config, fitting.config))}"]
         if plan.exceeds_host_memory and cluster.memory_gib is not None:
             would_fit.append(f"memory={cluster.memory} in the cluster's file is what the job gets of a node; raise it")
         raise UserError("\n  ".join([f"it does not fit on {plan.gpus}:", *plan.problems, *would_fit]))

@@ -10,16 +10,8 @@ from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan, gib
-from megatron_bapo.planning.search import (
-    TOKEN_ROUNDING,
-    Settings,
-    broken_rules,
-    changes,
-    limited_engine,
-    nearest,
-    search,
-    with_settings,
-)
+from megatron_bapo.planning.search import TOKEN_ROUNDING, broken_rules, limited_engine, nearest, search
+from megatron_bapo.planning.settings import Settings, with_settings
 
 LESS_HOST_MEMORY = {
     "offloaded state": "more GPUs share it, or hold it without optimizer.cpu_offload and trainer.offload",
@@ -32,15 +24,14 @@ LESS_HOST_MEMORY = {
 """What reduces each of `Plan.host_parts`."""
 
 
-def advice(plan: Plan) -> list[str]:
-    """Return overrides with which the plan fits on the same number of GPUs, or none if no layout of the search does."""
+def advice(plan: Plan) -> Plan | None:
+    """Return the plan with the smallest change with which it fits on its GPUs; None if no layout of the search does."""
     for settings in _with_waiting_saves(plan.config, _small_changes(plan)):
         candidate = limited_engine(replace(plan, config=with_settings(plan.config, settings)))
         teacher = teacher_of(candidate.config)
         if candidate.fits and not planned_problems(candidate.config, candidate.architecture, "the model", teacher):
-            return changes(plan.config, candidate.config)
-    found = search(plan, plan.num_gpus)
-    return changes(plan.config, found[0].config) if found else []
+            return candidate
+    return next(iter(search(plan, plan.num_gpus)), None)
 
 
 def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import host_problems
@@ -19,15 +18,12 @@ from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
 from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory, teacher_engine_memory
+from megatron_bapo.planning.settings import Placement
 from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
 from megatron_bapo.planning.training_time import TrainingTime, training_time
 from megatron_bapo.planning.weight_transfer import loading_bytes, sync_bytes
 
-Placement = Literal["colocated", "separate"]
-"""`colocated`: the engines share the trainer's GPUs. They sleep during training if rollout.sleep_level > 0; the
-trainer's parameters, gradients and optimizer state stay on the GPU during generation, or go to host memory with
-trainer.offload. `separate`: the engines have GPUs of their own."""
 ENGINE_FP8_CAPABILITY = (8, 9)
 """Lowest compute capability at which vLLM multiplies in FP8."""
 STORED_VERSIONS = 2
@@ -37,10 +33,6 @@ CUDA_CONTEXT_GIB = 0.5
 """Assumed GPU memory of one process's CUDA context."""
 
 
-def placement_of(config: Config) -> Placement:
-    return "colocated" if config.rollout.colocate else "separate"
-
-
 @dataclass(frozen=True)
 class Plan:
     """Memory and time estimate of a configuration on one type of GPU."""
@@ -48,10 +40,13 @@ class Plan:
     config: Config
     architecture: Architecture
     gpu_name: GpuName
-    placement: Placement
     assumptions: Assumptions
     separate_gpu_name: GpuName | None = None
     """GPU of separate engines if it is not the trainer's."""
+
+    @property
+    def placement(self) -> Placement:
+        return "colocated" if self.config.rollout.colocate else "separate"
 
     @property
     def gpu(self) -> Gpu:
@@ -81,8 +76,7 @@ class Plan:
     @property
     def num_gpus(self) -> int:
         trainer, engines = self.config.parallel.world_size, self.num_engine_gpus
-        policy = trainer + engines if self.placement == "separate" else max(trainer, engines)
-        return policy + self.config.num_teacher_ranks
+        return self.config.rollout.num_gpus(trainer, engines) + self.config.num_teacher_ranks
 
     @property
     def gpus(self) -> str:
@@ -124,7 +118,6 @@ class Plan:
             self.engine,
             self.training,
             [stage.state for stage in self.stages],
-            colocated=self.placement == "colocated",
         )
 
     @property

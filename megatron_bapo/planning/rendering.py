@@ -20,7 +20,7 @@ from megatron_bapo.planning.hardware import GIB
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
 from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.rollout_memory import EngineMemory
-from megatron_bapo.planning.search import NEAR_BEST, changes
+from megatron_bapo.planning.search import NEAR_BEST
 from megatron_bapo.planning.spread import step_range
 from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
 from megatron_bapo.planning.weight_transfer import sync_bytes
@@ -40,7 +40,7 @@ _SEARCH_CAPTION = (
 
 
 def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str]) -> None:
-    """Print all parts of the plan, then whether it fits; if it does not, `overrides` are changes with which it does."""
+    """Print all parts of the plan, then whether it fits, and the overrides with which a configuration fits."""
     _print_section(console, f"{plan.num_gpus} x {plan.gpu_name}, engines {plan.placement}", _model_rows(plan, where))
     _print_section(console, "batch", batch_arithmetic(plan.config))
     console.print(Text("GiB on the fullest GPU of each pipeline stage; * is the worst", "bold"))
@@ -58,7 +58,7 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
     _print_verdict(console, plan, overrides)
 
 
-def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: int) -> None:
+def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: int, overrides: Sequence[str]) -> None:
     """Print the best layouts of a search, and the overrides that select the first one."""
     if not found:
         _print_obstacles(console, plan, num_gpus)
@@ -76,7 +76,7 @@ def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: 
     _print_table(console, table, _SEARCH_WIDTH)
     console.print(Text(_SEARCH_CAPTION, "dim"))
     console.print("overrides for the first layout:")
-    _print_line(console, " ".join(changes(plan.config, found[0].config)) or "(none: it is the configuration's layout)")
+    _print_line(console, " ".join(overrides) or "(none: it is the configuration's layout)")
 
 
 def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
@@ -329,7 +329,9 @@ def layout_name(config: Config) -> str:
 
 def _print_verdict(console: Console, plan: Plan, overrides: Sequence[str]) -> None:
     if plan.fits:
-        console.print(Text(f"fits on {plan.num_gpus} {plan.gpu_name}", "bold green"))
+        console.print(Text(f"fits on {plan.num_gpus} {plan.gpu_name}{' with' * bool(overrides)}", "bold green"))
+        if overrides:
+            _print_line(console, " ".join(overrides))
         return
     console.print(Text(f"does not fit on {plan.num_gpus} {plan.gpu_name}:", "bold red"))
     for problem in plan.problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, product
@@ -11,14 +10,11 @@ from typing import Any
 from megatron_bapo.config.checks import planned_problems, refuse, rule_problems
 from megatron_bapo.config.model_checks import engine_split_problems
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.schema import Config
-from megatron_bapo.config.section import Section
 from megatron_bapo.planning.hardware import GIB
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.settings import Settings, with_settings
 
-Settings = dict[str, dict[str, Any]]
-"""New values of keys, by section."""
 SIZES = (1, 2, 4, 8)
 """GPUs of an engine, by its tensor parallelism."""
 USUAL_SIZE, USUAL_EXPERT_SIZE = 8, 32
@@ -112,20 +108,6 @@ def check_searched(plan: Plan, num_gpus: int) -> None:
         for settings in _layouts(plan, num_gpus)
     ]
     refuse(problem for problem in (broken[0] if broken else []) if all(problem in each for each in broken))
-
-
-def changes(old: Config, new: Config) -> list[str]:
-    """Return the overrides that turn one configuration into another."""
-    return list(_changes("", old, new))
-
-
-def with_settings(config: Config, settings: Settings) -> Config:
-    """Return the configuration with some keys of some sections replaced, validated again."""
-    sections = {
-        name: getattr(config, name).__class__.model_validate(getattr(config, name).model_dump() | values)
-        for name, values in settings.items()
-    }
-    return config.model_copy(update=sections)
 
 
 def limited_engine(plan: Plan) -> Plan:
@@ -266,21 +248,3 @@ def _with_same_trainer(plan: Plan, settings: Settings) -> Plan:
     # The trainer's memory and time are unchanged, and take the longest to compute.
     vars(changed).update(stages=plan.stages, training=plan.training)
     return changed
-
-
-def _changes(prefix: str, old: Section, new: Section) -> Iterator[str]:
-    for name in type(old).model_fields:
-        before, after = getattr(old, name), getattr(new, name)
-        if before == after:
-            continue
-        if isinstance(before, Section) and isinstance(after, Section):
-            yield from _changes(f"{prefix}{name}.", before, after)
-        else:
-            yield f"{prefix}{name}={_written(after)}"
-
-
-def _written(value: Any) -> str:
-    """Return the value as YAML on the command line."""
-    if isinstance(value, tuple):
-        return f"[{','.join(map(_written, value))}]"
-    return json.dumps(value, default=str).strip('"')

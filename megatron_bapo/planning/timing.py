@@ -90,13 +90,10 @@ def step_time(
     engine: EngineMemory,
     training: TrainingTime,
     states: Sequence[ModelState],
-    *,
-    colocated: bool,
 ) -> StepTime:
     """Return the estimated time of one step.
 
-    `engine_gpu` is the engines' GPU, and `states` are those of the pipeline stages; `colocated` says whether the
-    engines share the trainer's GPUs.
+    `engine_gpu` is the engines' GPU, and `states` are those of the pipeline stages.
     """
     trainer, length = config.trainer, mean_length(config, assumptions)
     square, teacher = lengths_of(config, assumptions).mean_square, teacher_of(config)
@@ -105,11 +102,11 @@ def step_time(
     model_flops *= trainer.ppo_epochs
     if teacher is not None and config.algorithm.trainer_holds_teacher:
         model_flops += sum(forward_flops(teacher, length, square))
+    offloads = config.rollout.colocate and trainer.offload
     sent = traffic(
         config,
         architecture,
         assumptions.gpus_per_node,
-        colocated=colocated,
         broadcasts=assumptions.broadcasts_weights,
         receives_parts=assumptions.engines_receive_parts,
     )
@@ -120,7 +117,7 @@ def step_time(
             teacher_seconds(config, engine_gpu, assumptions),
         ),
         trainer=training,
-        offload=max(_offload_seconds(each, assumptions) for each in states) if colocated and trainer.offload else 0.0,
+        offload=max(_offload_seconds(each, assumptions) for each in states) if offloads else 0.0,
         between=assumptions.between_phases_s,
         weight_sync=sent.seconds(TransferSpeed.of(slower, assumptions)),
         model_flops=trainer.train_batch_size * model_flops,

@@ -125,7 +125,6 @@ def traffic(
     architecture: Architecture,
     gpus_per_host: int,
     *,
-    colocated: bool,
     broadcasts: bool = False,
     receives_parts: bool = False,
 ) -> Traffic:
@@ -134,6 +133,7 @@ def traffic(
     `broadcasts` and `receives_parts` are `broadcasts_weights` and `engines_receive_parts` of `Assumptions`.
     """
     num_bytes, rollout, world = sync_bytes(config, architecture), config.rollout, config.parallel.world_size
+    colocated = rollout.colocate
     engine_bytes, held = num_bytes / rollout.ranks_per_engine, held_bytes(config, architecture, gpus_per_host)
     if broadcasts:
         is_on_one_host = world + (not colocated) * config.num_engine_ranks <= gpus_per_host

@@ -19,6 +19,7 @@ from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.response_lengths import root
 from megatron_bapo.planning.rollout_memory import engine_memory
+from megatron_bapo.planning.settings import with_placement
 from megatron_bapo.simulation.engine_costs import EngineCosts, fitted, observed
 from megatron_bapo.simulation.modelled_engine import EngineModel
 from megatron_bapo.simulation.response_lengths import lognormal_lengths
@@ -46,7 +47,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
     lengths = lognormal_lengths(mean_response, sigma, limit)
     prompt = plan.config.data.max_prompt_length * plan.assumptions.mean_prompt_fraction
     assumptions = replace(plan.assumptions, mean_response_fraction=mean_response / limit, length_sigma=sigma)
-    plan = replace(plan, placement="separate", assumptions=assumptions)
+    plan = replace(plan, config=with_placement(plan.config, "separate"), assumptions=assumptions)
     setup = (plan.config, plan.architecture, plan.engine_gpu)
     if not plan.engine.holds_longest:
         raise UserError("; ".join(plan.problems))

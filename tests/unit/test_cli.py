@@ -321,6 +321,26 @@ def test_a_search_prints_the_best_layouts_and_the_overrides_of_the_first() -> No
     assert invoke("plan", RECIPES / "qwen2.5-32b_8gpus.yaml", "--search", "--num-gpus", "1").exit_code == 2
 
 
+@pytest.mark.parametrize("options", [[], ["--search", "--num-gpus", "12"]], ids=str)
+def test_a_placement_is_planned_as_the_overrides_that_it_prints(options: list[str]) -> None:
+    recipe = RECIPES / "qwen2.5-7b_8gpus.yaml"
+    *_, verdict, overrides = invoke("plan", recipe, "--placement", "separate", *options).stdout.splitlines()
+    assert verdict == ("overrides for the first layout:" if options else "fits on 16 H100 with")
+    assert overrides.split()[-1:] == ["trainer.offload=false"] or options
+    applied = json.loads(invoke("plan", recipe, *overrides.split(), "--json").stdout)
+    assert (applied["placement"], applied["fits"]) == ("separate", True)
+    assert applied["num_gpus"] == (12 if options else 16)
+    placed = json.loads(invoke("plan", recipe, "--placement", "separate", *options, "--json").stdout)
+    assert (placed[0] if options else placed)["overrides_that_fit"] == overrides.split()
+
+
+def test_a_placement_that_the_run_does_not_allow_is_refused() -> None:
+    recipe = RECIPES / "r1-distill-qwen-7b_16gpus_async.yaml"
+    result = invoke("plan", recipe, "rollout.sleep_level=1", "--placement", "colocated")
+    assert result.exit_code == 2
+    assert "rollout.mode=async" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

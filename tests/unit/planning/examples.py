@@ -6,15 +6,17 @@ from pathlib import Path
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of
-from megatron_bapo.planning.plan import Placement, Plan
+from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.settings import Placement, with_placement
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
 
 
-def recipe(name: str, *overrides: str, gpu: GpuName = "H100", placement: Placement = "colocated") -> Plan:
+def recipe(name: str, *overrides: str, gpu: GpuName = "H100", placement: Placement | None = None) -> Plan:
     config = load_config(RECIPES / f"{name}.yaml", overrides)
+    config = with_placement(config, placement) if placement is not None else config
     architecture, _ = architecture_of(config.model)
-    return Plan(config, architecture, gpu, placement, Assumptions())
+    return Plan(config, architecture, gpu, Assumptions())
 
 
 def changed(plan: Plan, overrides: list[str], name: str) -> Plan:

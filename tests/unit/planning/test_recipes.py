@@ -5,7 +5,6 @@ import pytest
 
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import dump_config, load_config
-from megatron_bapo.planning.plan import placement_of
 from megatron_bapo.planning.search import search
 from tests.unit.planning.examples import RECIPES, recipe
 
@@ -14,18 +13,17 @@ NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_keeps_every_rule_without_a_warning_and_fits(name: str) -> None:
-    placement = placement_of(load_config(RECIPES / f"{name}.yaml"))
-    plan = recipe(name, placement=placement)
+    plan = recipe(name)
     assert check_planned(plan.config, plan.architecture, name) == []
     assert plan.problems == plan.time_warnings == []
-    assert recipe(name, gpu="H200", placement=placement).fits
+    assert recipe(name, gpu="H200").fits
     assert recipe(name, gpu="H200", placement="separate").fits
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_no_layout_that_a_search_proposes_is_much_faster_than_a_recipe(name: str) -> None:
-    plan = recipe(name, placement=placement_of(load_config(RECIPES / f"{name}.yaml")))
+    plan = recipe(name)
     assert plan.time.total <= 1.05 * search(plan, plan.num_gpus)[0].time.total
 
 
@@ -48,7 +46,7 @@ def test_a_recipes_name_is_its_run_directorys_and_says_its_model_and_gpus(name: 
     config = load_config(RECIPES / f"{name}.yaml")
     assert config.run_dir == Path("runs") / name
     if named := re.fullmatch(r"(.+)_(\d+)gpus(_async)?", name):
-        assert recipe(name, placement=placement_of(config)).num_gpus == int(named[2])
+        assert recipe(name).num_gpus == int(named[2])
         assert str(config.model.path).lower().endswith(named[1])
 
 

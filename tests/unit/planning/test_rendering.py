@@ -32,7 +32,7 @@ def large() -> tuple[Plan, list[Plan]]:
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_numbers_of_a_search_are_whole_at_every_width(large: tuple[Plan, list[Plan]], width: int) -> None:
     plan, found = large
-    text = printed(width, print_search, plan, found, 64)
+    text = printed(width, print_search, plan, found, 64, [])
     rows = search_rows(text)
     assert "…" not in text
     assert len(rows) == 8
@@ -47,7 +47,7 @@ def test_numbers_of_a_search_are_whole_at_every_width(large: tuple[Plan, list[Pl
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_table_of_layouts_fits_the_width_and_shows_whole_layouts(large: tuple[Plan, list[Plan]], width: int) -> None:
     plan, found = large
-    text = printed(width, print_search, plan, found, 64)
+    text = printed(width, print_search, plan, found, 64, [])
     table = text[: text.index("overrides for")]
     assert max(map(len, table.splitlines())) <= width
     assert ("TP8 DP8 offload" in table) == (width > 60)
@@ -55,7 +55,7 @@ def test_a_table_of_layouts_fits_the_width_and_shows_whole_layouts(large: tuple[
 
 def test_a_search_explains_its_order(large: tuple[Plan, list[Plan]]) -> None:
     plan, found = large
-    text = printed(200, print_search, plan, found, 64)
+    text = printed(200, print_search, plan, found, 64, [])
     assert "Layouts within 2% of the best step time come first, ordered by free memory" in text
 
 

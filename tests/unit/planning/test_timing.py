@@ -14,6 +14,7 @@ from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, ex
 from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import num_active_adapter_parameters
 from megatron_bapo.planning.response_lengths import lengths_of, mean_response
+from megatron_bapo.planning.settings import with_placement
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 from megatron_bapo.simulation.calibration import planned_workload
 from megatron_bapo.simulation.simulator import simulate
@@ -284,4 +285,4 @@ def test_separate_engines_may_have_another_gpu_than_the_trainer() -> None:
     other = replace(same, separate_gpu_name="L40S")
     assert other.time.generation > 2 * same.time.generation
     assert (other.time.training, other.time.mfu) == (same.time.training, same.time.mfu)
-    assert replace(other, placement="colocated").engine == same.engine
+    assert replace(other, config=with_placement(other.config, "colocated")).engine == same.engine

@@ -14,7 +14,8 @@ from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks, whole_model
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.rendering import layout_name
-from megatron_bapo.planning.search import changes, search
+from megatron_bapo.planning.search import search
+from megatron_bapo.planning.settings import changes
 from tests.unit.planning.examples import RECIPES, recipe
 
 NAME = "qwen3-235b-a22b_128gpus"

@@ -35,7 +35,7 @@ def test_the_layouts_give_the_bytes_of_the_transfer_plan(name: str) -> None:
     bucket_bytes = config.weight_sync.bucket_mib << 20
     plan = weight_plan(architecture, parallel, engine, placement, dtype=config.model.dtype, bucket_bytes=bucket_bytes)
     exact = store_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts).traffic
-    estimated = traffic(config, architecture, 8, colocated=colocated)
+    estimated = traffic(config, architecture, 8)
     for phase in ("written", "crossing", "loaded"):
         assert getattr(estimated, phase) == pytest.approx(getattr(exact, phase), rel=0.1), phase
     assert estimated.seconds(SPEED) == pytest.approx(exact.seconds(SPEED), rel=0.05)
@@ -57,7 +57,7 @@ def test_the_layouts_give_the_bytes_of_the_plan_from_gpu_to_gpu(name: str, trans
     )
     shards = trainer_shards(architecture, config.parallel)
     exact = direct_figures(plan, shards, 8, passes_on=transport == "nccl").traffic
-    estimated = traffic(config, architecture, 8, colocated=colocated)
+    estimated = traffic(config, architecture, 8)
     assert exact.num_layers == estimated.num_layers
     assert (exact.sent, exact.linked)[1 - num_on_network] > 0
     for phase in ("sent", "linked"):
@@ -97,15 +97,15 @@ def test_the_ranks_of_one_pipeline_stage_send_and_receive_at_a_time(
     changes = {"tensor_parallel_size": 4 // engine_stages, "pipeline_parallel_size": engine_stages}
     rollout = base.config.rollout.model_copy(update=changes)
     config = base.config.model_copy(update={"parallel": parallel, "rollout": rollout})
-    sent = traffic(config, base.architecture, 8, colocated=False)
+    sent = traffic(config, base.architecture, 8)
     assert sent.sent == pytest.approx(2 * 7_615_616_512 / num_at_a_time)
     fewer = config.model_copy(update={"rollout": rollout.model_copy(update={"num_engines": 1})})
-    assert traffic(fewer, base.architecture, 8, colocated=False) == sent
+    assert traffic(fewer, base.architecture, 8) == sent
 
 
 def test_a_slow_network_is_the_limit_instead_of_a_connection() -> None:
     slow = TransferSpeed.of(GPUS["H100"], Assumptions(), network_gbit_s=8.0)
-    sent = traffic(recipe("qwen2.5-7b_64gpus").config, recipe("qwen2.5-7b_64gpus").architecture, 8, colocated=False)
+    sent = traffic(recipe("qwen2.5-7b_64gpus").config, recipe("qwen2.5-7b_64gpus").architecture, 8)
     fast = sent.seconds(SPEED) - sent.crossing / (Assumptions().connection_gb_s * 1e9)
     assert sent.seconds(slow) == pytest.approx(fast + sent.crossing / (1e9 * Assumptions().link_efficiency))
 
@@ -134,7 +134,7 @@ def test_a_gpu_receives_the_broadcasts_of_all_stages_through_its_own_adapter() -
     weights = sync_bytes(one.config, one.architecture)
 
     def seconds(plan: Plan, **changes: bool) -> float:
-        sent = traffic(plan.config, plan.architecture, 8, colocated=False, broadcasts=True, **changes)
+        sent = traffic(plan.config, plan.architecture, 8, broadcasts=True, **changes)
         return sent.seconds(SPEED)
 
     assert seconds(one) == pytest.approx(weights / SPEED.broadcast)
@@ -144,6 +144,6 @@ def test_a_gpu_receives_the_broadcasts_of_all_stages_through_its_own_adapter() -
 
 def test_broadcasts_within_a_host_do_not_pass_its_adapters() -> None:
     plan = recipe("qwen2.5-7b_8gpus")
-    sent = traffic(plan.config, plan.architecture, 8, colocated=True, broadcasts=True)
+    sent = traffic(plan.config, plan.architecture, 8, broadcasts=True)
     assert sent.received == 0
     assert sent.seconds(SPEED) == pytest.approx(sync_bytes(plan.config, plan.architecture) / SPEED.broadcast)

@@ -176,7 +176,7 @@ def test_a_run_without_its_requests_is_refused(tmp_path: Path):
 def test_a_planned_workload_has_the_plans_times_and_the_requested_lengths():
     config = load_config(RECIPE, [])
     architecture, _ = architecture_of(config.model)
-    plan = Plan(config, architecture, "H100", "separate", Assumptions())
+    plan = Plan(config, architecture, "H100", Assumptions())
 
     workload = planned_workload(plan, mean_response=16_000, sigma=1.0)
 
