@@ -15,8 +15,8 @@ from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.settings import Settings, with_settings
 
-SIZES = (1, 2, 4, 8)
-"""GPUs of an engine, by its tensor parallelism."""
+SIZES, LARGE_SIZES = (1, 2, 4, 8), (16, 32)
+"""GPUs of an engine, by its tensor parallelism; the large sizes are for weights that the others do not hold."""
 USUAL_SIZE, USUAL_EXPERT_SIZE = 8, 32
 """Largest sizes of the trainer's axes, and of expert parallelism, that are tried first."""
 LARGEST_TENSOR_SIZE = 16
@@ -234,13 +234,24 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
     world = plan.config.parallel.world_size
     available = num_gpus if plan.placement == "colocated" else num_gpus - world
     num_stages = plan.config.rollout.pipeline_parallel_size
-    for size in SIZES:
-        splits = not any(engine_split_problems(plan.architecture, "", "", size))
+    for size in _engine_sizes(plan):
         num_ranks = size * num_stages
-        if available % num_ranks == 0 and splits:
-            num_nodes = -(-num_ranks // plan.assumptions.gpus_per_node)
+        num_nodes = -(-num_ranks // plan.assumptions.gpus_per_node)
+        if available % num_ranks == 0 and num_ranks % num_nodes == 0:
             sizes = {"tensor_parallel_size": size, "num_engines": available // num_ranks, "nodes_per_engine": num_nodes}
             yield _with_same_trainer(plan, {"rollout": sizes})
+
+
+def _engine_sizes(plan: Plan) -> list[int]:
+    """Return the configured tensor-parallel size of engines and those of the search into which the model splits."""
+
+    def split(sizes: Iterable[int]) -> list[int]:
+        return [size for size in sizes if not any(engine_split_problems(plan.architecture, "", "", size))]
+
+    usual = split(SIZES)
+    largest = _with_same_trainer(plan, {"rollout": {"tensor_parallel_size": usual[-1]}})
+    is_held = largest.engine.weights <= HIGHEST_UTILIZATION * plan.engine_gpu_bytes
+    return sorted({plan.config.rollout.tensor_parallel_size, *usual, *([] if is_held else split(LARGE_SIZES))})
 
 
 def _with_same_trainer(plan: Plan, settings: Settings) -> Plan:

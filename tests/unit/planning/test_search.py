@@ -89,6 +89,17 @@ def test_separate_engines_and_trainer_share_the_gpus_between_them() -> None:
     assert {each.config.parallel.world_size for each in found} == {4, 8, 12}
 
 
+@pytest.mark.parametrize(("configured", "large"), [(4, ()), (1, (2, 4))])
+def test_engines_may_be_of_the_configured_size_or_larger_where_no_usual_one_holds_the_weights(
+    configured: int, large: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_bapo.planning.search.SIZES", (1,))
+    monkeypatch.setattr("megatron_bapo.planning.search.LARGE_SIZES", large)
+    plan = recipe("qwen2.5-32b_8gpus", f"rollout.tensor_parallel_size={configured}", placement="separate")
+    found = search(replace(plan, separate_gpu_name="L40S"), 16)
+    assert {each.config.rollout.tensor_parallel_size for each in found} == {4}
+
+
 def test_nothing_is_found_where_nothing_fits() -> None:
     assert search(recipe("qwen2.5-32b_8gpus"), 1) == []
 
