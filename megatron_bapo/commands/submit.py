@@ -74,16 +74,24 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
     engine_gpu = engine_nodes.gpu
     if cluster.gpu is None or engine_gpu is None or 0 in (cluster.gpus_per_node, engine_nodes.gpus_per_node):
         return warnings
-    host_memory_gib = cluster.memory_gib or Assumptions.host_memory_gib
-    assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node, host_memory_gib=host_memory_gib)
+    assumptions = Assumptions(
+        gpus_per_node=cluster.gpus_per_node,
+        host_memory_gib=cluster.memory_gib or Assumptions.host_memory_gib,
+        engine_gpus_per_node=cluster.rollout_nodes and cluster.rollout_nodes.gpus_per_node,
+        engine_host_memory_gib=engine_nodes.memory_gib or Assumptions.host_memory_gib,
+    )
     plan = Plan(config, architecture, cluster.gpu, assumptions, engine_gpu)
     if not plan.fits:
         fitting = advice(plan)
         would_fit = ["`plan --search` lists layouts that fit"]
         if fitting is not None:
             would_fit = [f"this would fit: {' '.join(changes(config, fitting.config))}"]
-        if plan.exceeds_host_memory and cluster.memory_gib is not None:
-            would_fit.append(f"memory={cluster.memory} in the cluster's file is what the job gets of a node; raise it")
+        names = ("memory", "memory" if cluster.rollout_nodes is None else "rollout_nodes.memory")
+        for host, name, nodes in zip(plan.hosts, names, (cluster, engine_nodes), strict=False):
+            if host.is_exceeded and nodes.memory_gib is not None:
+                would_fit.append(
+                    f"{name}={nodes.memory} in the cluster's file is what the job gets of {host.node}; raise it"
+                )
         raise UserError("\n  ".join([f"it does not fit on {plan.gpus}:", *plan.problems, *would_fit]))
     if cluster.python is None and cluster.container is None and not any(distributions(name="vllm")):
         warnings.append(

@@ -21,7 +21,7 @@ LESS_HOST_MEMORY = {
     "processes": "use fewer GPUs of each node",
     "recorded routes": "smaller rollout batches have fewer",
 }
-"""What reduces each of `Plan.host_parts`."""
+"""What reduces each part of `Plan.hosts`."""
 
 
 def advice(plan: Plan) -> Plan | None:
@@ -43,12 +43,13 @@ def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
     lines = [*near.problems]
     if near.problems_of_gpus:
         lines.append("Take more or larger GPUs, or shorter responses.")
-    if near.exceeds_host_memory:
-        part = max(near.host_parts, key=near.host_parts.__getitem__)
-        lines.append(
-            "Take nodes with more host memory (--host-gib says how much they have). Its largest part there is "
-            f"{gib(near.host_parts[part])} of {part}; {LESS_HOST_MEMORY[part]}."
-        )
+    for host in near.hosts:
+        if host.is_exceeded:
+            part = max(host.parts, key=host.parts.__getitem__)
+            lines.append(
+                "Take nodes with more host memory (--host-gib says how much they have). Its largest part there is "
+                f"{gib(host.parts[part])} of {part}; {LESS_HOST_MEMORY[part]}."
+            )
     return near, lines
 
 

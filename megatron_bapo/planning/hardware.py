@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_bapo.config.cluster import GpuName
@@ -149,6 +149,10 @@ class Assumptions:
     host_memory_gib: float = 1800.0
     """Host memory of one node; a DGX H100 has 2 TB."""
     gpus_per_node: int = 8
+    engine_gpus_per_node: int | None = None
+    """GPUs of a node of separate engines; null: they have nodes like the trainer's, and may share them."""
+    engine_host_memory_gib: float | None = None
+    """Host memory of a node of separate engines; null: that of the trainer's nodes."""
     host_layer_ms: float = 5.7
     """Time in which the host launches the kernels of one dense layer, forward and backward, for one micro-batch; the
     GPU waits if it is faster. A virtual machine with an H200 took 8.2 ms in FP8, where a layer has 139 kernels, which
@@ -208,3 +212,12 @@ class Assumptions:
     """Fraction of tensor parallelism's collectives that computation hides (Megatron's tp_comm_overlap)."""
     expert_overlap: float = 0.0
     """Fraction of the expert dispatch that computation hides (Megatron's overlap_moe_expert_parallel_comm)."""
+
+    @property
+    def of_engine_nodes(self) -> Assumptions:
+        """The assumptions with the nodes of separate engines as the nodes."""
+        return replace(
+            self,
+            gpus_per_node=self.engine_gpus_per_node or self.gpus_per_node,
+            host_memory_gib=self.engine_host_memory_gib or self.host_memory_gib,
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +9,12 @@ from functools import cached_property
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
-from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.concurrency import concurrency
 from megatron_bapo.planning.generation_time import longest_request_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
+from megatron_bapo.planning.host_memory import HostMemory, RecordedRoutes, recorded_routes
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
-from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory, teacher_engine_memory
 from megatron_bapo.planning.settings import Placement
 from megatron_bapo.planning.timing import StepTime, step_time
@@ -79,6 +77,13 @@ class Plan:
         return self.config.rollout.num_gpus(trainer, engines) + self.config.num_teacher_ranks
 
     @property
+    def num_nodes(self) -> int:
+        world, assumptions = self.config.parallel.world_size, self.assumptions
+        if assumptions.engine_gpus_per_node is None:
+            return -(-self.num_gpus // assumptions.gpus_per_node)
+        return -(-world // assumptions.gpus_per_node) - (world - self.num_gpus) // assumptions.engine_gpus_per_node
+
+    @property
     def gpus(self) -> str:
         """The numbers and types of all GPUs, such as "16 H100 and 4 L40S"."""
         trainer = self.config.parallel.world_size
@@ -123,7 +128,7 @@ class Plan:
     @property
     def time_warnings(self) -> list[str]:
         """Warns about a limit that requests may exceed; generation may take twice as long as estimated."""
-        parts = self.config, self.architecture, self.engine_gpu, self.engine, self.assumptions
+        parts = self.config, self.architecture, self.engine_gpu, self.engine, self.assumptions.of_engine_nodes
         seconds, limit_s = longest_request_seconds(*parts), self.config.rollout.request_limit_s
         if 2.0 * seconds <= limit_s:
             return []
@@ -212,68 +217,42 @@ class Plan:
         return stage.state.updated * (FP32 + moments) if self.config.checkpoint.async_save else 0
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory in bytes of the node with the most processes."""
-        return sum(self.host_parts.values())
-
-    @property
-    def host_parts(self) -> dict[str, int]:
-        """The parts of `host_bytes` by their names."""
-        assumptions = self.assumptions
-        trainers = min(self.config.parallel.world_size, assumptions.gpus_per_node)
-        workers = min(self.num_engine_gpus, assumptions.gpus_per_node) if self.placement == "colocated" else 0
-        routes = trainers * self.route_bytes + self.service_route_bytes
-        routes += -(-workers // self.config.rollout.ranks_per_engine) * self.engine_route_bytes
-        return {
+    def hosts(self) -> list[HostMemory]:
+        """The host memory of the trainer's nodes, and that of nodes with separate engines only."""
+        is_colocated = self.placement == "colocated"
+        trainers = min(self.config.parallel.world_size, self.assumptions.gpus_per_node)
+        workers = min(self.num_engine_gpus, self.assumptions.of_engine_nodes.gpus_per_node)
+        state = {
             "offloaded state": trainers * max(self.offloaded(stage) for stage in self.stages),
             "checkpoint copies": trainers * max(self.checkpoint_copy(stage) for stage in self.stages),
             # At sleep level 2 the weights are in host memory only briefly.
-            "sleeping weights": workers * self.engine.weights * (self.config.rollout.sleep_level > 0),
+            "sleeping weights": workers * self.engine.weights * (is_colocated and self.config.rollout.sleep_level > 0),
+        }
+        shared = state | self._process_parts(trainers, workers if is_colocated else 0)
+        shared["recorded routes"] += self.routes.service
+        nodes = [HostMemory("a node", shared, self.assumptions.host_memory_gib)]
+        if not is_colocated:
+            gib_of_engines = self.assumptions.of_engine_nodes.host_memory_gib
+            nodes.append(HostMemory("a node of the engines", self._process_parts(0, workers), gib_of_engines))
+        return nodes
+
+    def _process_parts(self, trainers: int, workers: int) -> dict[str, int]:
+        """Return the parts of a node's host memory that trainer ranks and engine ranks on it have."""
+        num_engines = -(-workers // self.config.rollout.ranks_per_engine)
+        return {
             "weight store": self.store_bytes,
-            "processes": int((trainers + workers) * assumptions.process_gib * GIB),
-            "recorded routes": routes,
+            "processes": int((trainers + workers) * self.assumptions.process_gib * GIB),
+            "recorded routes": trainers * self.routes.rank + num_engines * self.routes.engine,
         }
 
     @property
-    def route_bytes(self) -> int:
-        """Bytes of the recorded routes of a rollout batch on the fullest rank: its trajectories, its stage's layers."""
-        parallel, moe_layers = self.config.parallel, self.architecture.moe_layers
-        stages = layer_stages(self.architecture, parallel)
-        busiest = max(Counter(stages[layer] for layer in moe_layers).values(), default=0)
-        return self._batch_route_bytes * busiest // (parallel.data_parallel_size * max(1, len(moe_layers)))
+    def host_bytes(self) -> int:
+        """Host memory in bytes of the trainer's node with the most processes."""
+        return self.hosts[0].num_bytes
 
-    @property
-    def service_route_bytes(self) -> int:
-        """Bytes of the engines' routes on the main node.
-
-        The main rank has those of the batch that it scatters; the rollout service has as much for the next one, and for
-        each of `rollout.max_staleness` more if rollouts may be stale.
-        """
-        rollout = self.config.rollout
-        if self.config.algorithm.routing_replay != "rollout":
-            return 0
-        return self._batch_route_bytes * (2 + (rollout.max_staleness if rollout.may_be_stale else 0))
-
-    @property
-    def engine_route_bytes(self) -> int:
-        """Bytes of host memory in which one vLLM engine keeps the routes of the tokens in its KV cache.
-
-        It has a row for each layer of the model, of one byte per expert up to 256 experts
-        (vllm/distributed/aux_output_connector/worker.py).
-        """
-        model = self.architecture
-        if self.config.algorithm.routing_replay != "rollout":
-            return 0
-        itemsize = 1 if model.num_experts <= 256 else 2
-        return self.engine.kv_tokens * model.num_hidden_layers * model.num_experts_per_tok * itemsize
-
-    @property
-    def _batch_route_bytes(self) -> int:
-        """Bytes of the routes of a rollout batch of mean lengths."""
-        if self.config.algorithm.routing_replay == "none":
-            return 0
-        tokens = self.config.trainer.train_batch_size * mean_length(self.config, self.assumptions)
-        return int(tokens * self.architecture.route_bytes)
+    @cached_property
+    def routes(self) -> RecordedRoutes:
+        return recorded_routes(self.config, self.architecture, self.assumptions, self.engine)
 
     @property
     def store_bytes(self) -> int:
@@ -290,10 +269,6 @@ class Plan:
     def problems_of_gpus(self) -> list[str]:
         """Reasons why the GPUs do not suffice."""
         return [*self._trainer_problems(), *self._engine_problems()]
-
-    @property
-    def exceeds_host_memory(self) -> bool:
-        return self.host_bytes > self.assumptions.host_memory_gib * GIB
 
     def _hardware_problems(self) -> Iterator[str]:
         per_node, world = self.assumptions.gpus_per_node, self.config.parallel.world_size
@@ -338,6 +313,7 @@ class Plan:
 
     def _engine_problems(self) -> Iterator[str]:
         rollout, world = self.config.rollout, self.config.parallel.world_size
+        per_node = self.assumptions.of_engine_nodes.gpus_per_node
         for name, engine in (("an engine", self.engine), ("an engine of the teacher", self.teacher_engine)):
             if engine is not None and not engine.holds_longest:
                 yield (
@@ -352,31 +328,30 @@ class Plan:
                 f"{rollout.gpu_memory_utilization} or set weight_sync.transport=store, which keeps them in host memory"
             )
         teacher = self.config.algorithm.teacher_engines
-        if teacher is not None and teacher.ranks_per_engine > self.assumptions.gpus_per_node:
+        if teacher is not None and teacher.ranks_per_engine > per_node:
             yield (
                 f"an engine of the teacher has {teacher.ranks_per_engine} GPUs (algorithm.distillation.engines."
-                f"tensor_parallel_size x pipeline_parallel_size), and a node has {self.assumptions.gpus_per_node}"
+                f"tensor_parallel_size x pipeline_parallel_size), and a node has {per_node}"
             )
         if self.placement == "colocated" and self.num_engine_gpus > world:
             yield (
                 f"rollout.num_engines={rollout.num_engines} engines of {rollout.ranks_per_engine} GPUs "
                 f"(tensor_parallel_size x pipeline_parallel_size) do not fit on the trainer's {world}"
             )
-        if rollout.ranks_per_engine_node > self.assumptions.gpus_per_node:
+        if rollout.ranks_per_engine_node > per_node:
             yield (
                 f"an engine has {rollout.ranks_per_engine} GPUs (rollout.tensor_parallel_size x "
                 f"pipeline_parallel_size) on rollout.nodes_per_engine={rollout.nodes_per_engine} nodes, and a node has "
-                f"{self.assumptions.gpus_per_node}; set nodes_per_engine="
-                f"{-(-rollout.ranks_per_engine // self.assumptions.gpus_per_node)}"
+                f"{per_node}; set nodes_per_engine={-(-rollout.ranks_per_engine // per_node)}"
             )
 
     def _host_problems(self) -> Iterator[str]:
-        yield from host_problems(self.config, -(-self.num_gpus // self.assumptions.gpus_per_node))
-        if self.exceeds_host_memory:
-            yield (
-                f"a node needs {gib(self.host_bytes)} of host memory; it is assumed to have "
-                f"{self.assumptions.host_memory_gib:,.0f} GiB"
-            )
+        yield from host_problems(self.config, self.num_nodes)
+        for host in self.hosts:
+            if host.is_exceeded:
+                yield (
+                    f"{host.node} needs {gib(host.num_bytes)} of host memory; it is assumed to have {host.gib:,.0f} GiB"
+                )
 
     @property
     def fits(self) -> bool:

@@ -255,12 +255,12 @@ def _host_rows(plan: Plan) -> Rows:
     offloaded, copied = max(map(plan.offloaded, plan.stages)), max(map(plan.checkpoint_copy, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
     loaded = plan.loading_bytes
-    routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank")] if plan.route_bytes else []
-    if plan.service_route_bytes:
-        served, cached = gib(plan.service_route_bytes), gib(plan.engine_route_bytes)
+    routes = [("recorded routes", f"{gib(plan.routes.rank)} of each rank")] if plan.routes.rank else []
+    if plan.routes.service:
+        served, cached = gib(plan.routes.service), gib(plan.routes.engine)
         routes.append(("engines' routes", f"{served} in the rollout service and on rank 0, {cached} of each engine"))
     return [
-        ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
+        *((host.node, f"{gib(host.num_bytes)} of {host.gib:,.0f} GiB") for host in plan.hosts),
         ("offloaded", f"{gib(offloaded)} of each rank" if offloaded else "nothing"),
         ("checkpoint", f"{gib(copied)} of each rank, a copy to write in the background" if copied else "no copy"),
         ("weight store", f"{gib(plan.store_bytes)} in each node's shared memory" if plan.store_bytes else "none"),

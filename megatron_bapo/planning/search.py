@@ -236,7 +236,7 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
     num_stages = plan.config.rollout.pipeline_parallel_size
     for size in _engine_sizes(plan):
         num_ranks = size * num_stages
-        num_nodes = -(-num_ranks // plan.assumptions.gpus_per_node)
+        num_nodes = -(-num_ranks // plan.assumptions.of_engine_nodes.gpus_per_node)
         if available % num_ranks == 0 and num_ranks % num_nodes == 0:
             sizes = {"tensor_parallel_size": size, "num_engines": available // num_ranks, "nodes_per_engine": num_nodes}
             yield _with_same_trainer(plan, {"rollout": sizes})

@@ -107,14 +107,15 @@ def step_time(
         config,
         architecture,
         assumptions.gpus_per_node,
+        assumptions.engine_gpus_per_node,
         broadcasts=assumptions.broadcasts_weights,
         receives_parts=assumptions.engines_receive_parts,
     )
     slower = min(gpu, engine_gpu, key=lambda each: each.network_gb_s)
     return StepTime(
         generation=max(
-            generation_seconds(config, architecture, engine_gpu, engine, assumptions),
-            teacher_seconds(config, engine_gpu, assumptions),
+            generation_seconds(config, architecture, engine_gpu, engine, assumptions.of_engine_nodes),
+            teacher_seconds(config, engine_gpu, assumptions.of_engine_nodes),
         ),
         trainer=training,
         offload=max(_offload_seconds(each, assumptions) for each in states) if offloads else 0.0,

@@ -124,34 +124,38 @@ def traffic(
     config: Config,
     architecture: Architecture,
     gpus_per_host: int,
+    engine_gpus_per_host: int | None = None,
     *,
     broadcasts: bool = False,
     receives_parts: bool = False,
 ) -> Traffic:
     """Return the bytes of one full transfer, if the ranks that hold the same parameters share the work evenly.
 
+    `engine_gpus_per_host` is given if separate engines have hosts of their own.
     `broadcasts` and `receives_parts` are `broadcasts_weights` and `engines_receive_parts` of `Assumptions`.
     """
     num_bytes, rollout, world = sync_bytes(config, architecture), config.rollout, config.parallel.world_size
     colocated = rollout.colocate
     engine_bytes, held = num_bytes / rollout.ranks_per_engine, held_bytes(config, architecture, gpus_per_host)
+    num_ranks = world + (0 if colocated else config.num_engine_ranks)
+    is_on_one_host = engine_gpus_per_host is None and num_ranks <= gpus_per_host
     if broadcasts:
-        is_on_one_host = world + (not colocated) * config.num_engine_ranks <= gpus_per_host
         received = 0.0 if is_on_one_host else engine_bytes if receives_parts else num_bytes - held * colocated
         return Traffic(broadcast=num_bytes / config.parallel.pipeline_model_parallel_size, received=received)
     if config.weight_sync.transport != "store":
-        return _direct(config, num_bytes, held if colocated else 0.0, gpus_per_host, architecture.num_hidden_layers)
+        near = held if colocated else 0.0
+        return _direct(config, num_bytes, near, architecture.num_hidden_layers, is_on_one_host=is_on_one_host)
     if not colocated:
         # Trainer hosts with the same parameters each serve some of the engine hosts, which pass on what they receive.
-        is_on_one_host = world + config.num_engine_ranks <= gpus_per_host
+        per_engine_host = engine_gpus_per_host or gpus_per_host
         num_replicas = max(1, held * -(-world // gpus_per_host) // num_bytes)
-        num_chains = min(num_replicas, -(-config.num_engine_ranks // gpus_per_host))
-        needed = min(1.0, gpus_per_host / rollout.ranks_per_engine) * num_bytes
+        num_chains = min(num_replicas, -(-config.num_engine_ranks // per_engine_host))
+        needed = min(1.0, per_engine_host / rollout.ranks_per_engine) * num_bytes
         return Traffic(num_chains * num_bytes / world, 0.0 if is_on_one_host else needed, engine_bytes)
     return Traffic(held / min(world, gpus_per_host), num_bytes - held, engine_bytes)
 
 
-def _direct(config: Config, num_bytes: int, held: float, gpus_per_host: int, num_layers: int) -> Traffic:
+def _direct(config: Config, num_bytes: int, held: float, num_layers: int, *, is_on_one_host: bool) -> Traffic:
     """Return the bytes of a transfer from GPU to GPU, of which the engine's host holds `held` bytes.
 
     Colocated engine ranks read their parts from the ranks that hold them; a rank that serves several engines is read as
@@ -162,12 +166,10 @@ def _direct(config: Config, num_bytes: int, held: float, gpus_per_host: int, num
     rollout, parallel = config.rollout, config.parallel
     if held:
         busiest = max(1 / rollout.ranks_per_engine, rollout.num_engines / parallel.world_size) * num_bytes
-        used = max(parallel.world_size, config.num_engine_ranks)
     else:
         num_sending = parallel.world_size // parallel.pipeline_model_parallel_size
         busiest = num_bytes / min(num_sending, rollout.tensor_parallel_size)
-        used = parallel.world_size + config.num_engine_ranks
-    if used <= gpus_per_host:
+    if is_on_one_host:
         return Traffic(linked=busiest, num_layers=num_layers)
     near = held / num_bytes
     return Traffic(linked=busiest * near, sent=busiest * (1 - near), num_layers=num_layers)

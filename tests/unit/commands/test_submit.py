@@ -98,6 +98,38 @@ def test_engines_on_nodes_of_their_own_must_fit_on_the_gpus_of_these() -> None:
     fits(1, None)
 
 
+ASYNC = CONFIGS / "recipes" / "r1-distill-qwen-32b_32gpus_async.yaml"
+
+
+def mixed(**rollout_nodes: object) -> ClusterConfig:
+    """Return a cluster whose engines have nodes of their own."""
+    values = {"python": "/opt/python", "signal_s": 80000, "time_limit": "2-00", "rollout_nodes": rollout_nodes}
+    return ClusterConfig.model_validate({"gpus_per_node": 4, "gpu": "B200", **values})
+
+
+def test_an_engine_may_have_all_gpus_of_a_rollout_node_with_more_than_a_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submission, "advice", lambda plan: None)  # whose search takes long
+    engines = ["rollout.tensor_parallel_size=8", "rollout.num_engines=2"]
+    assert check_fits(load_config(ASYNC, engines), mixed(gpus_per_node=8, gpu="H20")) == []
+    with pytest.raises(UserError, match=r"an engine has 8 GPUs .* and a node has 2; set nodes_per_engine=4"):
+        check_fits(load_config(ASYNC, engines), mixed(gpus_per_node=2, gpu="H20"))
+
+
+def test_a_rollout_node_must_hold_the_weight_store_and_its_engines_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "advice", lambda plan: None)
+    small, large = (mixed(gpus_per_node=4, gpu="L40S", memory=memory) for memory in ("64G", "160G"))
+    engines = ["rollout.tensor_parallel_size=4", "rollout.num_engines=4", "rollout.gpu_memory_utilization=0.9"]
+    refused = (
+        r"\n  a node of the engines needs 146\.1 GiB of host memory; it is assumed to have 64 GiB\n(.*\n)*"
+        r"  rollout_nodes\.memory=64G in the cluster's file is what the job gets of a node of the engines; raise it"
+    )
+    with pytest.raises(UserError, match=refused):
+        check_fits(load_config(ASYNC, engines), small)
+    assert check_fits(load_config(ASYNC, engines), large) == []
+
+
 def test_the_shipped_rollout_nodes_have_the_gpu_of_their_name() -> None:
     nodes = load_cluster("h100_with_l40s_rollouts", CONFIGS / "clusters").rollout_nodes
     assert nodes is not None

@@ -96,7 +96,7 @@ def test_the_stage_with_the_most_layers_decides_memory() -> None:
 def test_the_fullest_rank_holds_the_routes_of_the_most_layers() -> None:
     replay = "algorithm.behaviour_policy=recomputed", "algorithm.routing_replay=trainer"
     balanced, uneven = plan("auto", *replay), plan("[20, 8]", *replay)
-    assert uneven.route_bytes == pytest.approx(balanced.route_bytes * 20 / 12, rel=1e-6)
+    assert uneven.routes.rank == pytest.approx(balanced.routes.rank * 20 / 12, rel=1e-6)
 
 
 def test_a_search_divides_unevenly_only_where_stages_do_not_divide_the_layers() -> None:

@@ -103,6 +103,15 @@ def test_the_ranks_of_one_pipeline_stage_send_and_receive_at_a_time(
     assert traffic(fewer, base.architecture, 8) == sent
 
 
+def test_weights_reach_engines_on_nodes_of_their_own_over_the_network() -> None:
+    small = recipe("qwen2.5-7b_8gpus", "parallel.world_size=4", "rollout.num_engines=4", placement="separate")
+    beside, apart = (traffic(small.config, small.architecture, 8, per_node) for per_node in (None, 8))
+    assert (beside.crossing, apart.crossing) == (0, 2 * 7_615_616_512)
+    large = recipe("qwen2.5-7b_64gpus", "rollout.tensor_parallel_size=4", placement="separate")
+    whole, half = (traffic(large.config, large.architecture, 8, per_node) for per_node in (4, 2))
+    assert half.crossing == whole.crossing / 2
+
+
 def test_a_slow_network_is_the_limit_instead_of_a_connection() -> None:
     slow = TransferSpeed.of(GPUS["H100"], Assumptions(), network_gbit_s=8.0)
     sent = traffic(recipe("qwen2.5-7b_64gpus").config, recipe("qwen2.5-7b_64gpus").architecture, 8)
