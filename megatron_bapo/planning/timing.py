@@ -62,7 +62,7 @@ class StepTime:
     @property
     def dominant(self) -> tuple[str, float]:
         """The longest part of the step and its seconds; parts that overlap with longer ones do not count."""
-        parts = {"the weight transfer": self.weight_sync, "offloading": self.offload}
+        parts = {"the weight transfer": self.weight_sync, "offloading": self.offload, "between phases": self.between}
         training = {f"training: {name}": seconds for name, seconds in self.training_parts.items()}
         if not self.overlapped or self.training >= self.generation:
             parts |= training

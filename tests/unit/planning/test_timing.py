@@ -280,6 +280,11 @@ def test_the_longest_part_of_a_step_dominates_it() -> None:
     assert overlapped.dominant[1] <= max(overlapped.generation, overlapped.training)
 
 
+def test_what_lies_between_the_phases_may_be_the_longest_part_of_a_step() -> None:
+    time = replace(recipe("qwen2.5-7b_8gpus").time, between=1e6)
+    assert time.dominant == ("between phases", 1e6)
+
+
 def test_separate_engines_may_have_another_gpu_than_the_trainer() -> None:
     same = recipe("qwen2.5-7b_8gpus", "rollout.colocate=false", "rollout.sleep_level=0", placement="separate")
     other = replace(same, separate_gpu_name="L40S")
