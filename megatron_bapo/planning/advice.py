@@ -16,12 +16,11 @@ from megatron_bapo.planning.settings import Settings, with_settings
 LESS_HOST_MEMORY = {
     "offloaded state": "more GPUs share it, or hold it without optimizer.cpu_offload and trainer.offload",
     "checkpoint copies": "checkpoint.async_save=false does without them",
-    "sleeping weights": "engines on GPUs of their own (rollout.colocate=false) do not sleep",
-    "weight store": "weight_sync.transport=nccl, or cuda_ipc on one machine, does without it",
+    "sleeping weights": "engines on GPUs of their own (--placement separate) do not sleep",
     "processes": "use fewer GPUs of each node",
     "recorded routes": "smaller rollout batches have fewer",
 }
-"""What reduces each part of `Plan.hosts`."""
+"""What reduces each part of `Plan.hosts` but the weight store."""
 
 
 def advice(plan: Plan) -> Plan | None:
@@ -48,7 +47,7 @@ def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
             part = max(host.parts, key=host.parts.__getitem__)
             lines.append(
                 "Take nodes with more host memory (--host-gib says how much they have). Its largest part there is "
-                f"{gib(host.parts[part])} of {part}; {LESS_HOST_MEMORY[part]}."
+                f"{gib(host.parts[part])} of {part}; {LESS_HOST_MEMORY.get(part) or _without_store(near)}."
             )
     return near, lines
 
@@ -59,6 +58,14 @@ def _with_waiting_saves(config: Config, small_changes: Iterator[Settings]) -> It
         yield settings
         if config.checkpoint.async_save:
             yield settings | {"checkpoint": {"async_save": False}}
+
+def _without_store(plan: Plan) -> str:
+    """Return the transports that need no weight store, as the plan's placement and number of nodes allow."""
+    if plan.placement == "separate":
+        return "it is not needed with weight_sync.transport=nccl"
+    on_one_node = "weight_sync.transport=cuda_ipc, or " if plan.num_nodes == 1 else ""
+    return f"it is not needed with {on_one_node}rollout.colocate=false and weight_sync.transport=nccl"
+
 
 
 def _small_changes(plan: Plan) -> Iterator[Settings]:

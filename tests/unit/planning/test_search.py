@@ -8,7 +8,7 @@ from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.rendering import layout_name
 from megatron_bapo.planning.search import search
-from megatron_bapo.planning.settings import changes
+from megatron_bapo.planning.settings import Placement, changes
 from tests.unit.planning.examples import changed, recipe
 
 NAME = "qwen2.5-7b_8gpus"
@@ -195,6 +195,24 @@ def test_the_nearest_layout_names_host_memory_where_that_is_the_limit() -> None:
     assert any("of host memory; it is assumed to have 100 GiB" in line for line in lines)
     assert lines[-1].startswith("Take nodes with more host memory (--host-gib")
     assert not any("GPUs, or shorter" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_gpus", "ways"),
+    [
+        ("separate", 16, "weight_sync.transport=nccl."),
+        ("colocated", 16, "rollout.colocate=false and weight_sync.transport=nccl."),
+        ("colocated", 8, "weight_sync.transport=cuda_ipc, or rollout.colocate=false and weight_sync.transport=nccl."),
+    ],
+)
+def test_the_nearest_layout_names_transports_without_a_store_that_its_placement_allows(
+    placement: Placement, num_gpus: int, ways: str
+) -> None:
+    settings = ("rollout.sleep_level=0", "checkpoint.async_save=false", "trainer.offload=false")
+    plan = recipe("qwen2.5-32b_16gpus", *settings, gpu="B200", placement=placement)
+    plan = replace(plan, assumptions=Assumptions(host_memory_gib=20, process_gib=1))
+    (line,) = {line for line in obstacles(plan, num_gpus)[1] if "of weight store" in line}
+    assert line.endswith(f" of weight store; it is not needed with {ways}")
 
 
 def test_the_nearest_layout_names_the_gpus_where_they_are_the_limit() -> None:
