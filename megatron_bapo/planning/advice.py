@@ -35,9 +35,16 @@ def advice(plan: Plan) -> Plan | None:
 
 def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
     """Return the layout that comes nearest to fitting where none does, and its problems with the ways out."""
+    teachers = plan.config.num_teacher_ranks
+    if num_gpus <= teachers:
+        return None, [
+            f"algorithm.distillation.engines takes {teachers} of --num-gpus={num_gpus}, which leaves no GPU for the "
+            "trainer; raise --num-gpus, or lower the engines' num_engines or tensor_parallel_size"
+        ]
     near = nearest(plan, num_gpus)
     if near is None:
-        none = f"no sizes of the axes that divide {num_gpus} GPUs keep the rules; take another number of GPUs"
+        own = num_gpus - teachers
+        none = f"no sizes of the axes that divide {own} GPUs keep the rules; take another number of GPUs"
         return None, [none, *broken_rules(plan, num_gpus)]
     lines = [*near.problems]
     if near.problems_of_gpus:
@@ -52,13 +59,6 @@ def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
     return near, lines
 
 
-def _with_waiting_saves(config: Config, small_changes: Iterator[Settings]) -> Iterator[Settings]:
-    """Yield each change, then with checkpoints that training waits for, which need no copy in host memory."""
-    for settings in small_changes:
-        yield settings
-        if config.checkpoint.async_save:
-            yield settings | {"checkpoint": {"async_save": False}}
-
 def _without_store(plan: Plan) -> str:
     """Return the transports that need no weight store, as the plan's placement and number of nodes allow."""
     if plan.placement == "separate":
@@ -66,6 +66,13 @@ def _without_store(plan: Plan) -> str:
     on_one_node = "weight_sync.transport=cuda_ipc, or " if plan.num_nodes == 1 else ""
     return f"it is not needed with {on_one_node}rollout.colocate=false and weight_sync.transport=nccl"
 
+
+def _with_waiting_saves(config: Config, small_changes: Iterator[Settings]) -> Iterator[Settings]:
+    """Yield each change, then with checkpoints that training waits for, which need no copy in host memory."""
+    for settings in small_changes:
+        yield settings
+        if config.checkpoint.async_save:
+            yield settings | {"checkpoint": {"async_save": False}}
 
 
 def _small_changes(plan: Plan) -> Iterator[Settings]:

@@ -229,5 +229,18 @@ def test_a_number_of_gpus_on_which_every_layout_breaks_a_rule_names_the_rule(num
     assert lines[1].startswith("trainer.ppo_mini_batch_size=1024 trajectories must be at least one for each of the ")
 
 
+def test_a_number_of_gpus_that_the_teachers_engines_take_is_named() -> None:
+    teacher = "{teacher: models/Qwen2.5-32B, engines: {num_engines: 1, tensor_parallel_size: 8}}"
+    distill = ("algorithm.objective=distill", f"algorithm.distillation={teacher}", "reward.type=none")
+    plan = recipe(NAME, *distill)
+    near, (line,) = obstacles(plan, 8)
+    assert near is None
+    assert line.startswith(
+        "algorithm.distillation.engines takes 8 of --num-gpus=8, which leaves no GPU for the trainer"
+    )
+    _, lines = obstacles(plan, 8 + 10**6)
+    assert lines[0].startswith("no sizes of the axes that divide 1000000 GPUs keep the rules")
+
+
 def test_a_search_on_any_number_of_gpus_ends() -> None:
     assert search(recipe(NAME), 10**23) == []
