@@ -51,11 +51,16 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _expand_path(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return a path with the home directory for ~. Refuse text that cannot be a path."""
+        """Return a path with the home directory for ~. Refuse text that cannot be a path or names a variable."""
         if not isinstance(value, str) or Path not in _kinds(cls.model_fields[info.field_name or ""].annotation):
             return value
         if not value or "\0" in value or max(len(os.fsencode(name)) for name in value.split("/")) > _LONGEST_NAME:
             raise ValueError(f"must be a path: not empty, no NUL character, no name of over {_LONGEST_NAME} bytes")
+        if variable := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\})", value):
+            raise ValueError(
+                f"{variable[0]} would be part of a name, because environment variables are not read in files; write "
+                'the path out, or pass it on the command line in double quotes, such as run_dir="$SCRATCH/run"'
+            )
         return os.path.expanduser(value)
 
 

@@ -97,6 +97,11 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
         ("run_dir=''", "run_dir='': must be a path: not empty, no NUL character, no name of over 255 bytes"),
         ('run_dir="a\\0b"', "must be a path: not empty, no NUL character, no name of over 255 bytes"),
         (f"data.train.path={'ü' * 128}", "must be a path: not empty, no NUL character, no name of over 255 bytes"),
+        *(
+            (f"{key}={value}", f"{key}={value}: {name} would be part of a name, because environment variables are not")
+            for key in ("run_dir", "data.train.path")
+            for value, name in (("$SCRATCH/a.jsonl", "$SCRATCH"), ("a/${USER}.jsonl", "${USER}"))
+        ),
         ("optimizer.lr=on", "optimizer.lr=true: must be a number"),
         ("rollout.sleep_level=true", "rollout.sleep_level=true: must be a number"),
         ("optimizer.lr_decay_steps=true", "optimizer.lr_decay_steps=true: must be a number"),
