@@ -25,7 +25,7 @@ _STARTS = "What is started"
 
 @app.command(
     cls=KeyCommand,
-    epilog="Check the quickstart, and show its plan, one prompt and the reward's scores of it:\n"
+    epilog="Check the quickstart, and show its plan, one prompt and the rewards of two responses:\n"
     "[bold]megatron-bapo train configs/quickstart.yaml --dry-run[/]\n\n"
     "Train it, in about five minutes on two CPU cores; the same command continues after an interruption:\n"
     "[bold]megatron-bapo train configs/quickstart.yaml[/]\n\n"
@@ -43,7 +43,8 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check all inputs; print the plan, a rendered prompt and the reward's scores; start nothing.",
+            help="Check all inputs; print the plan, one prompt, and the rewards of its ground truth and of an empty "
+            "response; start nothing.",
             rich_help_panel=_STARTS,
         ),
     ] = False,

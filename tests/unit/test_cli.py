@@ -50,6 +50,12 @@ def test_a_dry_run_prints_layout_and_batch_arithmetic_and_starts_nothing(config_
     assert list(config_file.parent.iterdir()) == [config_file]
 
 
+def test_the_help_of_a_dry_run_names_the_rewards_that_it_prints() -> None:
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", invoke("train", "--help").stdout).split())
+    assert "print the plan, one prompt, and the rewards of its ground truth and of an empty response; start" in words
+    assert "show its plan, one prompt and the rewards of two responses:" in words
+
+
 def test_a_dry_run_shows_a_prompt_and_the_reward_and_names_its_activities_on_stderr(config_file: Path) -> None:
     result = invoke("train", config_file, "--dry-run")
     assert result.exit_code == 0
