@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def run_rollouts(config: Config) -> int:
     prompts = checked_prompts(config)
     for note in prompts.notes:
         console.print(note, soft_wrap=True)
-    if config.warm_start is not None:
-        console.print("There is no warm start without a trainer: the initial model generates the rollouts.")
+    for note in without_trainer(config):
+        console.print(note, soft_wrap=True)
     directory = RunDirectory(config.run_dir)
     directory.create()
     with directory.locked(), directory.reserved_space():
@@ -57,6 +58,18 @@ def run_rollouts(config: Config) -> int:
         return INTERRUPTED
     console.print(f"Train on them with --rollouts-from {directory.rollouts} and another run_dir", soft_wrap=True)
     return 0
+
+
+def without_trainer(config: Config) -> Iterator[str]:
+    """Yield the settings that a trainer would apply to the model before its first rollouts, one line each."""
+    if config.warm_start is not None:
+        yield "There is no warm start without a trainer: the initial model generates the rollouts."
+    if config.model.lora is not None and config.model.lora.path is not None:
+        yield (
+            f"The adapters in model.lora.path={config.model.lora.path} need a trainer that sends them to the engines: "
+            f"the model in {config.model_path} generates the rollouts without them. To sample with them, merge them "
+            "into a Hugging Face folder and set model.path to it."
+        )
 
 
 def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay, interrupts: Interrupts) -> None:

@@ -97,25 +97,23 @@ def train_step(run: Run, step: int) -> None:
 
 
 def prepare_engines(run: Run) -> None:
-    """Wait for the engines, which serve the initial model as version 0, and send them the trainer's current weights.
+    """Wait for the engines, which serve the model of `model_path` as version 0, and send them the trainer's weights.
 
-    A resumed run sends its weights under their saved policy version, so that the ages of saved tokens stay the same.
-    Without engines only the version is counted: a warm start makes it 1.
+    A new run sends them as version 1 if they are others (`has_new_weights`), and otherwise only compares the two. A
+    resumed run sends its weights under their saved policy version, so that the ages of saved tokens stay the same.
+    Without engines only the version is counted.
     """
-    if run.transport is None:
-        if run.state.update and run.state.step == 0:
-            update_engine_weights(run)
-        return
-    run.announce("starting the engines")
-    on_main(run.engines and run.engines.wait_for_engines, run.worker.groups)
-    run.colocation.manage(run.worker, run.frozen.models)
-    if run.state.update == 0:
+    if run.transport is not None:
+        run.announce("starting the engines")
+        on_main(run.engines and run.engines.wait_for_engines, run.worker.groups)
+        run.colocation.manage(run.worker, run.frozen.models)
+    if run.state.policy_version > 0:
+        send_weights(run)
+    elif run.config.has_new_weights:
+        update_engine_weights(run)
+    elif run.transport is not None:
         scored = score_probe(run.worker, run.engines)
         probe(run.worker, run.engines, run.colocation, policy_version=0, scored=scored)
-    elif run.state.step == 0:
-        update_engine_weights(run)
-    else:
-        send_weights(run)
 
 
 def update_engine_weights(run: Run) -> dict[str, Metric]:

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,14 +121,57 @@ def test_rollouts_recorded_without_a_trainer_are_stale_from_the_second_step_on(t
 
 
 def test_rollouts_recorded_without_a_trainer_are_stale_after_a_warm_start(tmp_path: Path, groups: ParallelGroups):
-    run = start(make_config(tmp_path), groups, {"data_state": {"stream": [1]}}, [0, 0, 0])
-    run.state.warm_start_step = run.state.update = 1
+    config = make_config(tmp_path, warm_start={"num_steps": 1})
+    run = start(config, groups, {"data_state": {"stream": [1]}}, [0, 0, 0])
     assert train_steps(run) == [(1, False), (2, False), (3, False)]
 
 
 def test_rollouts_of_a_training_run_keep_the_versions_of_that_run(tmp_path: Path, groups: ParallelGroups):
     run = start(make_config(tmp_path), groups, {}, [0, 0, 5])
     assert train_steps(run) == [(0, True), (0, True), (5, False)]
+
+
+@pytest.mark.parametrize(
+    ("sections", "state", "expected"),
+    [
+        ({}, {}, ["wait", "probe 0"]),
+        ({"lora": {}}, {}, ["wait", "probe 0"]),
+        ({"lora": {"path": "adapters"}}, {}, ["wait", "send 1"]),
+        ({"warm_start": {"num_steps": 1}}, {"update": 1}, ["wait", "send 1"]),
+        ({"lora": {"path": "adapters"}}, {"policy_version": 1}, ["wait", "send 1"]),
+        ({}, {"step": 3, "update": 6, "policy_version": 3}, ["wait", "send 3"]),
+    ],
+)
+def test_engines_generate_with_the_weights_that_the_trainer_starts_from(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    state: dict[str, int],
+    expected: list[str],
+) -> None:
+    """Engines load the folder of the model, without adapters or a warm start; a resumed run keeps its version."""
+    events: list[str] = []
+
+    monkeypatch.setattr(training_loop, "on_main", lambda call, groups: call())
+    monkeypatch.setattr(training_loop, "score_probe", lambda worker, engines: None)
+    monkeypatch.setattr(
+        training_loop, "probe", lambda *_, policy_version, scored: events.append(f"probe {policy_version}")
+    )
+    monkeypatch.setattr(training_loop, "update_weights", lambda *given: events.append(f"send {given[-1]}"))
+    model = {"create": {}, "lora": sections.get("lora")}
+    run: Any = SimpleNamespace(
+        config=make_config(tmp_path, model=model, warm_start=sections.get("warm_start")),
+        transport=object(),
+        state=RunState(**state),
+        worker=SimpleNamespace(groups=None),
+        engines=SimpleNamespace(wait_for_engines=lambda: events.append("wait")),
+        colocation=SimpleNamespace(manage=lambda *_: None),
+        frozen=SimpleNamespace(models=[]),
+        announce=lambda _: None,
+    )
+    prepare_engines(run)
+    assert events == expected
+    assert run.state.policy_version == int(expected[-1].split()[-1])
 
 
 def test_each_batch_is_packed_once_for_its_scatter_its_scoring_passes_and_its_updates(
