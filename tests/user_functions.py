@@ -30,6 +30,11 @@ def ppo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, h
     return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
 
+def near_behaviour(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """PPO with a penalty that does not depend on the advantage."""
+    return ppo(log_ratio, log_probs, advantages, low, high) - 0.5 * log_ratio.square()
+
+
 def loss(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return -(log_ratio.exp() * advantages).mean()
 

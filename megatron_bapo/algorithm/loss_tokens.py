@@ -24,6 +24,8 @@ class LossTokens:
     """Log-ratio of the sequence for GSPO, without a gradient."""
     teacher_log_probs_T: Tensor | None = None
     """Log-probs under the teacher, required by `distillation`."""
+    masked_T: Tensor | None = None
+    """Which tokens off-policy sequence masking takes out of the objective; their advantages are 0."""
 
     def __getitem__(self, tokens: slice) -> LossTokens:
         return LossTokens(*(None if values_T is None else values_T[tokens] for values_T in vars(self).values()))  # pyright: ignore[reportArgumentType]

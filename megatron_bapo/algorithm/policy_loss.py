@@ -150,6 +150,8 @@ def _objective_loss(
 ) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
     excluded_T = ~usable_tokens(log_ratio_T, tokens)
+    if objective == "function" and tokens.masked_T is not None:  # in others the advantage is a factor
+        excluded_T = excluded_T | tokens.masked_T
     value_of = user_objective(settings.function or "") if objective == "function" else OBJECTIVES[objective]
     value_T = value_of(
         _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),

@@ -227,7 +227,7 @@ class AlgorithmConfig(Section):
     off_policy_mask_threshold: PositiveFloat | None = None
     """Off-policy sequence masking: a negative advantage counts as 0 if the mean of the response's log-ratios of the
     engine's policy to the current one exceeds this value, in nats; null: no masking. The token then has no part in the
-    objective, except with `objective=function`, where the function decides what it contributes."""
+    objective, whatever the objective is."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the loss."""
     kl_loss_coef: NonNegativeFloat = 0.0

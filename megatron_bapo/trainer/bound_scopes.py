@@ -41,7 +41,7 @@ from megatron_bapo.parallel.collectives import max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device, now_s
 from megatron_bapo.trainer.micro_batches import MicroBatch
-from megatron_bapo.trainer.off_policy_mask import without_off_policy
+from megatron_bapo.trainer.off_policy_mask import off_policy_mask, without_masked
 from megatron_bapo.trainer.update_metrics import DeviceMetric, bounds_metrics, speculation_metrics
 from megatron_bapo.trainer.worker import Scores, Worker, score
 
@@ -156,7 +156,10 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
     if not worker.groups.is_last_stage:
         return None
     current = [m.behaviour_log_probs_N for m in micro_batches] if scores is None else [s.log_probs_N for s in scores]
-    micro_batches = [without_off_policy(worker, *each) for each in zip(micro_batches, current, strict=True)]
+    micro_batches = [
+        without_masked(micro_batch, off_policy_mask(worker, micro_batch, log_probs_N))
+        for micro_batch, log_probs_N in zip(micro_batches, current, strict=True)
+    ]
     behaviour_N, advantages_N, weights_N, corrections_N = (
         torch.cat([getattr(m, name) for m in micro_batches])
         for name in ("behaviour_log_probs_N", "advantages_N", "weights_N", "corrections_N")

@@ -31,7 +31,7 @@ from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.bound_scopes import Bounds, PassResult, micro_batch_bounds, train_within_bounds
 from megatron_bapo.trainer.entropy_change import measured_entropy_change, predicted_entropy_change
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
-from megatron_bapo.trainer.off_policy_mask import without_off_policy
+from megatron_bapo.trainer.off_policy_mask import off_policy_mask, without_masked
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.token_trace import TokenTrace
@@ -91,9 +91,8 @@ def update_policy(
         if config.logging.entropy_clip_rule:
             learned = replace(micro_batch, advantages_N=tokens.advantages_T)
             metrics |= predicted_entropy_change(learned, scores, low, high)
-        if algorithm.off_policy_mask_threshold is not None:
-            num_masked = _masked(tokens, micro_batch).sum()
-            metrics |= {"actor/off_policy_masked_share": Mean(num_masked, sums.num_tokens)}
+        if tokens.masked_T is not None:
+            metrics |= {"actor/off_policy_masked_share": Mean(tokens.masked_T.sum(), sums.num_tokens)}
         return loss, PassResult(metrics, scores)
 
     def train(bounds: Bounds | None) -> list[PassResult]:
@@ -123,7 +122,6 @@ def _loss_arguments(
         if bounds is None:
             bounds, found = micro_batch_bounds(worker, micro_batch, scores)
         log_probs_N = scores.log_probs_N
-        micro_batch = without_off_policy(worker, micro_batch, log_probs_N)
     return loss_tokens(worker, micro_batch, log_probs_N), bounds, found
 
 
@@ -141,24 +139,24 @@ def _store(
         reservoir.add(micro_batch, scores.log_probs_N, scores.entropy_N)
     if trace is not None and len(micro_batch.traced_K):
         clipped = clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm)
-        trace.add(micro_batch, scores, clipped, bounds, _masked(tokens, micro_batch))
-
-
-def _masked(tokens: LossTokens, micro_batch: MicroBatch) -> Tensor:
-    """Return which tokens `without_off_policy` has taken out of the objective, as booleans [N]."""
-    return (tokens.advantages_T == 0.0) & (micro_batch.advantages_N < 0.0)
+        trace.add(micro_batch, scores, clipped, bounds, tokens.masked_T)
 
 
 def loss_tokens(worker: Worker, micro_batch: MicroBatch, log_probs_N: Tensor | None) -> LossTokens:
-    """Return the per-token inputs of the policy loss for a micro-batch; GSPO needs the current log-probs."""
+    """Return the per-token inputs of the policy loss for a micro-batch.
+
+    GSPO and off-policy sequence masking need the current log-probs.
+    """
     config = worker.config
+    masked_N = None if log_probs_N is None else off_policy_mask(worker, micro_batch, log_probs_N)
     tokens = LossTokens(
         micro_batch.behaviour_log_probs_N,
-        micro_batch.advantages_N,
+        without_masked(micro_batch, masked_N).advantages_N,
         micro_batch.weights_N,
         micro_batch.corrections_N if config.algorithm.rollout_correction.active else None,
         micro_batch.reference_log_probs_N if config.algorithm.kl_loss_coef else None,
         teacher_log_probs_T=micro_batch.teacher_log_probs_N if config.algorithm.distillation is not None else None,
+        masked_T=masked_N,
     )
     if config.algorithm.objective != "gspo":
         return tokens

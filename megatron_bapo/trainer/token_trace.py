@@ -90,18 +90,24 @@ class TokenTrace:
 
     @torch.no_grad()
     def add(
-        self, micro_batch: MicroBatch, scores: Scores, clipped: ClippedTokens, bounds: Bounds, masked_N: torch.Tensor
+        self,
+        micro_batch: MicroBatch,
+        scores: Scores,
+        clipped: ClippedTokens,
+        bounds: Bounds,
+        masked_N: torch.Tensor | None,
     ) -> None:
         """Store the marked tokens of a micro-batch; a repeated pass replaces those of the first one.
 
-        `masked_N` says which tokens off-policy sequence masking leaves out of the objective.
+        `masked_N` says which tokens off-policy sequence masking leaves out of the objective; None: it is off.
         """
         correction_N = micro_batch.corrections_N
         plain_N = clamped_log_ratio(scores.log_probs_N - micro_batch.behaviour_log_probs_N).exp()
         rejected_N = correction_N == 0
         marks_N = UPPER * clipped.high_T.int() + LOWER * clipped.low_T.int() + DUAL * clipped.dual_T.int()
         marks_N += torch.where(clipped.usable_T, 0, torch.where(rejected_N, REJECTED, DROPPED))
-        marks_N += MASKED * masked_N.int()
+        if masked_N is not None:
+            marks_N += MASKED * masked_N.int()
         columns = [
             *(scores.log_probs_N, scores.entropy_N, torch.where(clipped.usable_T, clipped.ratio_T, plain_N)),
             *(micro_batch.behaviour_log_probs_N, correction_N, marks_N),

@@ -6,6 +6,7 @@ import math
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def test_a_function_gets_the_ratios_and_bounds_that_ppo_has() -> None:
         for given in (settings("ppo"), {"objective": "ppo"})
     ]
     assert sums[0] == sums[1]
+
+
+def test_masked_tokens_have_no_part_in_an_objective_with_terms_without_the_advantage() -> None:
+    """They keep their place in the loss: its KL penalty and its entropy bonus."""
+    current, behaviour, advantages = tokens()
+    masked = (advantages < 0) & (torch.arange(len(advantages)) % 2 == 0)
+    advantages = advantages.masked_fill(masked, 0.0)
+    batch = LossTokens(behaviour, advantages, torch.ones_like(advantages), reference_log_probs_T=behaviour - 0.1)
+    without = replace(batch, weights_T=batch.weights_T.masked_fill(masked, 0.0))
+    batch, objective = replace(batch, masked_T=masked), settings("near_behaviour")
+    assert evaluate(current, batch, objective) == evaluate(current, without, objective)
+    assert all(slope != 0 for slope in evaluate(current, batch, {**objective, "kl_loss_coef": 0.1})[1])
 
 
 def test_the_function_of_the_documentation_is_dppo() -> None:

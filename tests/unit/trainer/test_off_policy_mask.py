@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from megatron_bapo.trainer.off_policy_mask import without_off_policy
+from megatron_bapo.trainer.off_policy_mask import off_policy_mask, without_masked
+from megatron_bapo.trainer.policy_update import loss_tokens
 from megatron_bapo.trainer.worker import Worker
 from tests.unit.config.examples import config
 from tests.unit.trainer.test_bound_scopes import GROUPS
@@ -29,9 +30,9 @@ def masked_tokens(changes: list[float], threshold: float | None = THRESHOLD, **c
     change_N = torch.tensor(changes).repeat_interleave(torch.tensor(LENGTHS))
     change_N[1] += 0.2  # the mean over the sequence counts
     change_N[2] -= 0.2
-    found = without_off_policy(worker, batch, batch.rollout_log_probs_N + change_N)
-    assert found.advantages_N is batch.advantages_N or threshold is not None
-    return found.advantages_N
+    masked_N = off_policy_mask(worker, batch, batch.rollout_log_probs_N + change_N)
+    assert (masked_N is None) == (threshold is None)
+    return without_masked(batch, masked_N).advantages_N
 
 
 def test_bad_responses_that_the_policy_has_left_lose_their_advantage_and_no_others() -> None:
@@ -64,3 +65,14 @@ def test_tokens_that_the_loss_leaves_out_are_not_counted_as_masked(name: str) ->
     values = getattr(lay_out([example(*pair) for pair in zip(LENGTHS, ADVANTAGES, strict=True)]), name).clone()
     values[2] = 0.0
     assert masked_tokens([-9.0, 0.0, 0.0, 0.0], **{name: values})[:3].tolist() == [0.0, 0.0, -1.0]
+
+
+def test_the_loss_knows_which_tokens_are_masked() -> None:
+    settings = config(algorithm__off_policy_mask_threshold=THRESHOLD)
+    worker = Worker(settings, GROUPS, model=None, optimizer=None)  # pyright: ignore[reportArgumentType]
+    batch = lay_out([example(*pair) for pair in zip(LENGTHS, ADVANTAGES, strict=True)])
+    tokens = loss_tokens(worker, batch, batch.rollout_log_probs_N - 2 * THRESHOLD)
+    assert tokens.masked_T is not None
+    assert tokens.masked_T.tolist() == (batch.advantages_N < 0).tolist()
+    assert tokens.advantages_T.tolist() == batch.advantages_N.clamp(min=0).tolist()
+    assert loss_tokens(worker, batch, None).masked_T is None
