@@ -25,6 +25,12 @@ def lora_problems(config: Config) -> Iterator[str]:
             f"model.lora.dropout={config.model.lora.dropout} with algorithm.clip_bounds.method=speculate: a pass that "
             "is repeated with other bounds would drop other elements; set method=score, or dropout=0"
         )
+    if config.model.lora.dropout and config.logging.entropy_clip_rule:
+        yield (
+            f"model.lora.dropout={config.model.lora.dropout} with logging.entropy_clip_rule=true: the entropy before "
+            "an update is that of a training pass, which drops elements, and the one after it that of a pass without "
+            "dropout; set entropy_clip_rule=false, or dropout=0"
+        )
 
 
 def modules_of(architecture: Architecture) -> tuple[str, ...]:

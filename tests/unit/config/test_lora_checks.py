@@ -51,6 +51,10 @@ def test_target_modules_are_linear_layers_each_named_once(names: tuple[Any, ...]
             lora(dropout=0.1) | {"algorithm__clip_bounds": {"method": "speculate"}},
             ["model.lora.dropout=0.1 with algorithm.clip_bounds.method=speculate", "set method=score"],
         ),
+        (
+            lora(dropout=0.1) | {"logging__entropy_clip_rule": True},
+            ["model.lora.dropout=0.1 with logging.entropy_clip_rule=true", "set entropy_clip_rule=false, or dropout=0"],
+        ),
     ],
 )
 def test_a_combination_that_is_not_supported_is_refused_with_the_way_out(
