@@ -97,6 +97,7 @@ def mismatch_metrics(sums: MismatchSums) -> dict[str, DeviceMetric]:
     return {
         "training/rollout_probs_diff_mean": Mean(sums.abs_prob_diff_sum, sums.num_tokens),
         "training/rollout_probs_diff_max": Max(sums.abs_prob_diff_max),
+        "training/rollout_probs_dropped_tokens": Sum(sums.num_dropped),
         "training/gen_kl_error": Mean(sums.k3_kl_sum, sums.num_tokens),
         "training/token_mult_prob_error": Mean(sums.mult_prob_error_sum, sums.num_tokens),
         "training/sampling_importance_ratio": Mean(sums.importance_ratio_sum, sums.num_tokens),

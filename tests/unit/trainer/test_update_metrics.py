@@ -143,6 +143,7 @@ def test_mismatch_is_reported_as_means_over_the_tokens_that_both_sides_have():
     sums = mismatch_sums(torch.tensor([0.5, 0.2, math.nan]).log(), torch.tensor([0.25, 0.3, 0.1]).log())
     found = scalars(merge(read([mismatch_metrics(sums)])))
 
+    assert found["training/rollout_probs_dropped_tokens"] == 1
     assert found["training/token_mult_prob_error"] == pytest.approx((2 + 3 / 2) / 2, rel=1e-6)
     assert found["training/sampling_importance_ratio"] == pytest.approx((2 + 2 / 3) / 2, rel=1e-6)
     assert found["training/gen_kl_error"] == pytest.approx((1 - math.log(2) - 1 / 3 - math.log(2 / 3)) / 2, rel=1e-6)
