@@ -91,8 +91,6 @@ class ClipBounds:
     """`end`: both bounds are at their last grid points; `no_signal`: no token contributes at the starting bounds."""
     moves: tuple[int, int]
     """Number of steps that the (lower, upper) bound moved; equal moves mean equal bounds."""
-    num_dropped: int
-    """Number of tokens on all ranks that were dropped because their contribution is unusable."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,8 @@ def find_clip_bounds(
     `log_ratio` (current minus behaviour log-probs, nats), `advantages` and `weights` (>= 0; default 1) are [T] of any
     float dtype, and T may be 0. Tokens whose `mask` [T] is zero are ignored. `reduce` sums one int64 tensor in place
     over the ranks that share the minibatch; it is called exactly once, and the host synchronizes once. Log-ratios are
-    clamped to +-20. A token is dropped and counted if its log-ratio is NaN, its w|A| is not finite or its weight is
-    negative. An undefined share (no token contributes) counts as satisfied.
+    clamped to +-20. A token is dropped if its log-ratio is NaN, its w|A| is not finite or its weight is negative. An
+    undefined share (no token contributes) counts as satisfied.
     """
     for other in (advantages, mask, weights):
         assert other is None or other.shape == log_ratio.shape == (len(log_ratio),), (
@@ -143,8 +141,7 @@ def find_clip_bounds(
     totals = _integer_sums(log_ratio, advantages, mask, weights, runs, clipped_count=not gradient)
     if reduce is not None:
         reduce(totals)
-    totals = totals.cpu()
-    positive, negative = _contributions(totals[:-1], lower, upper)
+    positive, negative = _contributions(totals.cpu(), lower, upper)
     i, j = _walk(positive, negative, settings)
 
     if positive[0] + negative[0] == 0:
@@ -159,7 +156,7 @@ def find_clip_bounds(
         torch.full((), value, dtype=torch.float64, device=log_ratio.device)
         for value in (lower.points[j], upper.points[i], *shares, positive[i], negative[j])
     ]
-    return ClipBounds(*values, outcome=outcome, moves=(j, i), num_dropped=int(totals[-1]))
+    return ClipBounds(*values, outcome=outcome, moves=(j, i))
 
 
 def _grids(settings: ClipBoundsSettings, snap: float) -> tuple[_Grid, _Grid]:
@@ -200,13 +197,13 @@ def _integer_sums(
     *,
     clipped_count: bool,
 ) -> Tensor:
-    """Return an int64 vector: (low, high) digits of the sums [2, V, I, S, W], flattened, then the dropped-token count.
+    """Return an int64 vector: (low, high) digits of the sums [2, V, I, S, W], flattened.
 
     Without `clipped_count` the sums of w|A| stay zero, because a token beyond its bound does not contribute.
     """
     num_intervals = 1 + sum(run.count for run in runs)
     zeros = functools.partial(torch.zeros, dtype=torch.int64, device=log_ratio_T.device)
-    sums_VK, num_dropped = zeros(2, num_intervals * NUM_KEYS), zeros(1)
+    sums_VK = zeros(2, num_intervals * NUM_KEYS)
     in_range = sums_VK.view(2, num_intervals, 2, -1)[..., CLASSES]
     digits = zeros(2, *in_range.shape)
     for first in range(0, len(log_ratio_T), CHUNK_TOKENS):
@@ -219,12 +216,8 @@ def _integer_sums(
         excluded_t = ~(signed_t.abs() < ADVANTAGE_LIMIT)
         if weights_T is not None:
             excluded_t |= weights_T[chunk] < 0
-        if mask_T is None:
-            num_dropped += excluded_t.count_nonzero()
-        else:
-            absent_t = ~mask_T[chunk].bool()
-            num_dropped += (excluded_t & ~absent_t).count_nonzero()
-            excluded_t |= absent_t
+        if mask_T is not None:
+            excluded_t |= ~mask_T[chunk].bool()
         signed_t.masked_fill_(excluded_t, 0.0)
         ratio_t = log_ratio_t.nan_to_num_(0.0).exp_()
         key_t = _interval(ratio_t, runs).mul_(NUM_KEYS).long()
@@ -234,7 +227,7 @@ def _integer_sums(
         digits[0] += in_range & ((1 << DIGIT_BITS) - 1)
         digits[1] += in_range >> DIGIT_BITS
         sums_VK.zero_()
-    return torch.cat([digits.flatten(), num_dropped])
+    return digits.flatten()
 
 
 def _interval(ratio_t: Tensor, runs: list[_Run]) -> Tensor:

@@ -71,14 +71,13 @@ def search_in_shards(shards: list[list[Token]], settings: ClipBoundsSettings) ->
     return found
 
 
-def literal_search(tokens: list[Token], settings: ClipBoundsSettings) -> tuple[float, float, float, int]:
-    """Run Algorithm 1 (or the released loop) with one evaluation per move; return (low, high, share, num_dropped)."""
+def literal_search(tokens: list[Token], settings: ClipBoundsSettings) -> tuple[float, float, float]:
+    """Run Algorithm 1 (or the released loop) with one evaluation per move; return (low, high, share)."""
     kept = [
         (min(max(t.ratio, math.exp(-20)), math.exp(20)), t.advantage, t.weight)
         for t in tokens
         if t.present and not math.isnan(t.ratio) and math.isfinite(t.advantage) and math.isfinite(t.weight)
     ]
-    num_dropped = sum(t.present for t in tokens) - len(kept)
     s, gradient = settings, settings.contribution == "gradient"
     low, high = s.ratio_lower_start, s.ratio_upper_start
 
@@ -98,11 +97,11 @@ def literal_search(tokens: list[Token], settings: ClipBoundsSettings) -> tuple[f
         next_low, next_high = round(low + s.ratio_lower_step, 9), round(high + s.ratio_upper_step, 9)
         if s.search_order == "upper_first":
             if satisfied or next_low > s.ratio_lower_max:
-                return low, high, share, num_dropped
+                return low, high, share
             low, high = (low, next_high) if next_high <= s.ratio_upper_max else (next_low, high)
         else:
             if satisfied or (low == s.ratio_lower_max and high == s.ratio_upper_max):
-                return low, high, share, num_dropped
+                return low, high, share
             if low < s.ratio_lower_max:
                 low = min(next_low, s.ratio_lower_max)
             else:
@@ -155,9 +154,9 @@ def values(bounds: ClipBounds) -> list[Any]:
     return [repr(v.item()) if isinstance(v, torch.Tensor) else v for v in vars(bounds).values()]
 
 
-def assert_matches_literal(found: ClipBounds, expected: tuple[float, float, float, int]) -> None:
-    low, high, share, num_dropped = expected
-    assert (found.low.item(), found.high.item(), found.num_dropped) == (low, high, num_dropped)
+def assert_matches_literal(found: ClipBounds, expected: tuple[float, float, float]) -> None:
+    low, high, share = expected
+    assert (found.low.item(), found.high.item()) == (low, high)
     assert found.positive_share.item() == pytest.approx(share, rel=1e-11, nan_ok=True)
 
 
@@ -174,7 +173,6 @@ def test_oracle_case(case: dict[str, Any], contribution: str) -> None:
     )
     expected = case[contribution]
     assert (found.low.item(), found.high.item()) == (expected["c_low"], expected["c_high"])
-    assert found.num_dropped == case["dropped"]
     for value, name in [
         (found.positive_share, "rho"),
         (found.initial_positive_share, "rho_start"),
@@ -252,13 +250,13 @@ def test_a_common_scale_of_the_advantages_changes_no_bound(scale: float, contrib
     plain = find_clip_bounds(log_ratio, advantages, settings)
     scaled = find_clip_bounds(log_ratio, advantages * scale, settings)
     assert plain.outcome == "interior"
-    assert (scaled.low, scaled.high, scaled.num_dropped) == (plain.low, plain.high, 0)
+    assert (scaled.low, scaled.high) == (plain.low, plain.high)
     assert scaled.positive_share.item() == pytest.approx(plain.positive_share.item(), rel=1e-12)
 
 
 def test_contributions_below_the_range_count_as_zero_and_above_it_are_dropped() -> None:
     found = find_clip_bounds(torch.zeros(4, dtype=torch.float64), tensor(["1e-60", "-1e-300", "1e50", "-1e308"]), PAPER)
-    assert (found.outcome, found.num_dropped) == ("no_signal", 2)
+    assert found.outcome == "no_signal"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -340,7 +338,7 @@ def test_tokens_that_are_all_unusable_give_the_starting_bounds() -> None:
     found = find_clip_bounds(
         tensor([nan, nan, 0, 0, 0]), tensor([1, nan, inf, -inf, 1]), PAPER, weights=tensor([1, 1, 1, 1, -1])
     )
-    assert (found.low.item(), found.high.item(), found.outcome, found.num_dropped) == (0.6, 1.2, "no_signal", 5)
+    assert (found.low.item(), found.high.item(), found.outcome) == (0.6, 1.2, "no_signal")
     assert math.isnan(found.positive_share.item())
 
 
@@ -348,7 +346,7 @@ def test_a_token_of_negative_weight_is_dropped_and_one_of_weight_zero_is_ignored
     log_ratio, advantages = tensor([2, 1, 1, 1]).log(), tensor([1, -2, 5, -5])
     found = find_clip_bounds(log_ratio, advantages, PAPER, weights=tensor([1, 1, -1, 0]))
     alone = find_clip_bounds(log_ratio[:2], advantages[:2], PAPER)
-    assert (found.moves, found.num_dropped, found.positive_share) == (alone.moves, 1, alone.positive_share)
+    assert (found.moves, found.positive_share) == (alone.moves, alone.positive_share)
 
 
 def test_inputs_of_unequal_length_are_refused() -> None:
@@ -374,15 +372,15 @@ def test_no_token_on_this_rank_still_takes_part_in_the_reduction() -> None:
     assert (found.low.item(), found.high.item(), found.outcome) == (0.6, 1.35, "interior")
 
 
-def test_dropped_tokens_are_counted_over_all_ranks() -> None:
+def test_unusable_tokens_of_every_rank_and_chunk_change_no_bound() -> None:
+    usable = [Token(2.0, 1.0, 1.0, True), Token(1.0, -2.0, 1.0, True)]
     bad = [Token(math.nan, 1.0, 1.0, True), Token(1.0, math.inf, 1.0, True), Token(math.nan, 1.0, 1.0, False)]
-    assert search_in_shards([bad, bad[:1], []], PAPER).num_dropped == 3
-
-
-def test_dropped_tokens_are_counted_over_all_chunks() -> None:
-    log_ratio = torch.zeros(300_000)
-    log_ratio[[0, 150_000, 299_999]] = math.nan
-    assert find_clip_bounds(log_ratio, torch.ones(300_000), PAPER).num_dropped == 3
+    assert values(search_in_shards([usable + bad, bad, []], PAPER)) == values(search(usable, PAPER))
+    log_ratio, advantages = torch.linspace(-1, 1, 300_000), torch.ones(300_000)
+    log_ratio[[0, 150_000, 299_999]], advantages[::2] = math.nan, -1.0
+    usable_T = ~log_ratio.isnan()
+    expected = find_clip_bounds(log_ratio[usable_T], advantages[usable_T], PAPER)
+    assert values(find_clip_bounds(log_ratio, advantages, PAPER)) == values(expected)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 131_071, 131_072, 131_073, 262_144])
