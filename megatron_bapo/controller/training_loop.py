@@ -202,17 +202,20 @@ def is_fresh(run: Run, scored: ScoredGroups | None, trajectories: list[Trajector
     """Return whether the engines' log-probs should equal those of the current weights, so that a mismatch is a fault.
 
     The current version must have sampled all tokens, without truncation, which renormalizes the probabilities, unless
-    the trainer does so, too, and a recorded batch must have been sampled as the configuration says. With dropout no
-    training pass computes the engines' log-probs, or those of another training pass. Collective.
+    the trainer does so, too, and a recorded batch must have been sampled as the configuration says. The versions of
+    recorded batches are those of another run, of which only the first batch can have the weights of this one. With
+    dropout no training pass computes the engines' log-probs, or those of another training pass. Collective.
     """
     sampling, lora = run.config.rollout.sampling, run.config.model.lora
     recorded = broadcast_object(scored.sampling if scored else None, run.worker.groups) or sampling
+    has_engines, first_version = run.transport is not None, int(run.config.has_new_weights)
     return (
         recorded == sampling
         and (run.config.algorithm.keep_sampling_mask or not run.config.rollout.truncated)
         and not (lora is not None and lora.dropout)
+        and (has_engines or run.state.step == 0)
         and all(
-            span.policy_version == run.state.policy_version
+            span.policy_version == (run.state.policy_version if has_engines else first_version)
             for trajectory in trajectories
             for span in trajectory.version_spans
         )

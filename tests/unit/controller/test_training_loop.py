@@ -127,8 +127,18 @@ def test_rollouts_recorded_without_a_trainer_are_stale_after_a_warm_start(tmp_pa
 
 
 def test_rollouts_of_a_training_run_keep_the_versions_of_that_run(tmp_path: Path, groups: ParallelGroups):
+    """Their weights are those of this run in the first step only, in which both have the initial model."""
     run = start(make_config(tmp_path), groups, {}, [0, 0, 5])
-    assert train_steps(run) == [(0, True), (0, True), (5, False)]
+    assert train_steps(run) == [(0, True), (0, False), (5, False)]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_rollouts_of_a_training_run_without_a_warm_start_are_stale_after_one(
+    tmp_path: Path, groups: ParallelGroups, version: int
+) -> None:
+    """The recorded tokens have version 0: they are those of the initial model, which a warm start changes."""
+    config = make_config(tmp_path, warm_start={"num_steps": 1} if version else None)
+    assert train_steps(start(config, groups, {}, [0, 1, 2]))[0] == (0, version == 0)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,7 @@ def test_engines_generate_with_the_weights_that_the_trainer_starts_from(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sections: dict[str, Any],
-    state: dict[str, int],
+    state: dict[str, Any],
     expected: list[str],
 ) -> None:
     """Engines load the folder of the model, without adapters or a warm start; a resumed run keeps its version."""
