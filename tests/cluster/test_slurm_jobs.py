@@ -140,6 +140,24 @@ def test_a_job_that_is_preempted_while_it_starts_begins_again_and_trains(cluster
     wait_for_state(cluster, job, "CANCELLED", LOSS_LIMIT_S)
 
 
+def test_a_job_that_is_preempted_by_slurms_defaults_is_requeued_and_continues(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Slurm signals only the steps of the job, and with SIGTERM, which ends Ray."""
+    run_dir = tmp_path / "run"
+    job = submitted_job(cluster, tmp_path, "checkpoint.every_steps=1")
+    wait_for_step(run_dir, 2, run_dir)
+    options = ("--partition=urgent", "--nodes=2", "--output=/dev/null")
+    urgent = cluster.call("sbatch", "--parsable", *options, "--wrap=true").strip()
+    wait_for_state(cluster, urgent, "COMPLETED", LOSS_LIMIT_S)
+    assert (bapo_status(cluster, job)["JobState"], bapo_status(cluster, job)["Restarts"]) == ("PENDING", "1")
+    before = max(train_steps(run_dir))
+    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+1")
+    wait_for_step(run_dir, before + 1, run_dir)
+    bapo(cluster, "cancel", job, "--now")
+    wait_for_state(cluster, job, "CANCELLED", LOSS_LIMIT_S)
+
+
 def wait_for_file(file: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while not file.exists():

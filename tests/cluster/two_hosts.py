@@ -43,7 +43,10 @@ MessageTimeout=10
 FirstJobId={first_job}
 NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 Gres=gpu:1 CPUs=1 RealMemory=1000
 NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 Gres=gpu:1 CPUs=1 RealMemory=1000
-PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP GraceTime=60 PriorityTier=1
+PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=2
 GresTypes=gpu
 NodeName=g[1-8] NodeHostname={hostname} NodeAddr={first} Port=[17921-17928] Gres=gpu:8 CPUs=1 RealMemory=1000 State=DOWN
 PartitionName=gpu Nodes=g[1-8] MaxTime=INFINITE State=UP

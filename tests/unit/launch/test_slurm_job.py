@@ -24,6 +24,7 @@ SCONTROL = """#!/usr/bin/env bash
 case $* in
     "show hostnames"*) echo node-1 ;;
     "show node"*) echo "NodeName=node-1 NodeAddr=127.0.0.1 " ;;
+    "show job"*) echo "JobId=7 PreemptTime=None" ;;
     *) echo "$*" >>"$BAPO_LOGS/asked" ;;
 esac
 """
@@ -159,6 +160,28 @@ def test_the_environment_of_a_job_has_no_credentials_of_an_editable_checkout(tmp
     found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
     assert "-e git+https://git.example.com/team/code.git@" in found
     assert "s3cret" not in found
+
+
+PREEMPTED_SCONTROL = SCONTROL.replace("PreemptTime=None", "PreemptTime=2026-01-01T00:00:00")
+
+
+@pytest.mark.parametrize("code", [1, 130, 143])
+def test_a_job_that_is_preempted_without_a_signal_to_its_script_is_requeued_however_its_launcher_ends(
+    code: int, tmp_path: Path
+) -> None:
+    srun = f"#!/usr/bin/env bash\nexit {code}\n"
+    with job(tmp_path, is_saved=True, srun=srun, scontrol=PREEMPTED_SCONTROL) as started:
+        started.wait(timeout=LIMIT_S)
+    assert asked_of_slurm(tmp_path) == "requeue 7\n"
+
+
+@pytest.mark.parametrize(("code", "scontrol"), [(0, PREEMPTED_SCONTROL), (1, SCONTROL)], ids=["finished", "failed"])
+def test_a_run_that_finishes_while_it_is_preempted_and_one_that_fails_end_their_job(
+    code: int, scontrol: str, tmp_path: Path
+) -> None:
+    with job(tmp_path, is_saved=True, srun=f"#!/usr/bin/env bash\nexit {code}\n", scontrol=scontrol) as started:
+        assert started.wait(timeout=LIMIT_S) == code
+    assert asked_of_slurm(tmp_path) == ""
 
 
 def test_a_job_that_is_preempted_while_its_launcher_starts_is_requeued(tmp_path: Path) -> None:
