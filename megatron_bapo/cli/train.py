@@ -34,7 +34,8 @@ _STARTS = "What is started"
     "Train on recorded rollouts, without engines:\n"
     "[bold]megatron-bapo train configs/quickstart.yaml run_dir=runs/replay \\\n"
     "    --rollouts-from runs/recorded/rollouts[/]\n\n"
-    "Exit codes: 0 done, 1 a part of the run failed, 2 the input is wrong, 130 interrupted.",
+    "Exit codes: 0 done, 1 a part of the run failed, 2 the input is wrong, 130 interrupted, "
+    "131 ended at once by a second signal.",
 )
 def train(
     config: ConfigFile,

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 PR_SET_PDEATHSIG = 1
 """Option number from linux/prctl.h."""
+STOPPED_AT_ONCE = 131
+"""Exit code of a run that a second signal has ended: unlike after the first one, its state is not saved."""
 
 
 class Interrupts:

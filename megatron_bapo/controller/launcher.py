@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import psutil
 
 from megatron_bapo.cluster.host_store import create_host_stores
-from megatron_bapo.cluster.interrupts import Interrupts
+from megatron_bapo.cluster.interrupts import STOPPED_AT_ONCE, Interrupts
 from megatron_bapo.cluster.placement import RunPlacement
 from megatron_bapo.cluster.planes import (
     Hosts,
@@ -65,10 +65,13 @@ from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
 STOPPING = "stopping after the current step; press Ctrl-C again to stop now"
+STOPPED = "stopped at once; the same command continues from the last complete checkpoint"
 
 
 def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: int | None = None) -> int:
-    """Start or resume the run in `config.run_dir`; return the exit code, 130 after an interruption.
+    """Start or resume the run in `config.run_dir`; return the exit code.
+
+    After a signal that is 130, and the state is saved, or 131 if a second signal has ended the run at once.
 
     `rollouts_from` is a folder of rollout files to train on without engines. With `num_nodes` the run uses the Ray
     cluster at RAY_ADDRESS, and waits until it has this number of nodes.
@@ -94,13 +97,20 @@ def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: i
         warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
         restarts = Restarts(directory, config.trainer.max_restarts)
-        with Interrupts() as interrupts, display, following_to_mlflow(config, directory, display.warn):
-            while failure := _run_planes(config, directory, display, interrupts, restarts, rollouts_from, placement):
-                console.print(restarts.use(failure), soft_wrap=True)
-                if num_nodes is not None:
-                    cluster.close()
-                    placement = cluster.enter_context(joined_cluster(config, num_nodes, console))
-        exit_code = report_end(display, directory, rollouts_from)
+        try:
+            with Interrupts() as interrupts, display, following_to_mlflow(config, directory, display.warn):
+                while failure := _run_planes(
+                    config, directory, display, interrupts, restarts, rollouts_from, placement
+                ):
+                    console.print(restarts.use(failure), soft_wrap=True)
+                    if num_nodes is not None:
+                        cluster.close()
+                        placement = cluster.enter_context(joined_cluster(config, num_nodes, console))
+        except KeyboardInterrupt:
+            terminal(stderr=True).print(STOPPED, soft_wrap=True)
+            exit_code = STOPPED_AT_ONCE
+        else:
+            exit_code = report_end(display, directory, rollouts_from)
         if num_nodes is not None:
             tell_nodes(exit_code)
         return exit_code

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SRUN = """#!/usr/bin/env bash
 if [[ $* == *ray_node.sh ]]; then trap 'exit 0' USR2; while :; do sleep 0.05; done; fi
 num=0
-trap 'touch "$BAPO_LOGS/asked-to-save"; num=$((num + 1)); ((num < 2)) || exit 130' USR1 # as the launcher in a long step
+trap 'touch "$BAPO_LOGS/asked-to-save"; num=$((num + 1)); ((num < 2)) || exit 131' USR1 # as the launcher in a long step
 touch "$BAPO_LOGS/runs"
 while :; do sleep 0.05; done
 """
@@ -28,6 +28,7 @@ case $* in
     *) echo "$*" >>"$BAPO_LOGS/asked" ;;
 esac
 """
+PREEMPTED_SCONTROL = SCONTROL.replace("PreemptTime=None", "PreemptTime=2026-01-01T00:00:00")
 STARTING_SRUN = SRUN.replace("trap 'touch", "true 'touch")
 """A launcher without a handler for the signal."""
 SAVING_SRUN = """#!/usr/bin/env bash
@@ -53,7 +54,6 @@ def job(
     folder: Path,
     *,
     is_saved: bool,
-    num_restarts: int = 0,
     job_id: int = 7,
     srun: str = SRUN,
     scontrol: str = SCONTROL,
@@ -79,7 +79,6 @@ def job(
         "SLURM_JOB_ID": str(job_id),
         "SLURM_JOB_NODELIST": "node-1",
         "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_RESTART_COUNT": str(num_restarts),
         **more,
     }
     script = ["bash", "-c", "umask 027; exec bash $0 config.yaml", LAUNCH / "slurm.sbatch"]
@@ -91,24 +90,49 @@ def asked_of_slurm(folder: Path) -> str:
     return asked.read_text() if asked.exists() else ""
 
 
-@pytest.mark.parametrize(
-    ("is_saved", "num_restarts", "asked"), [(True, 9, "requeue 7\n"), (False, 0, "requeue 7\n"), (False, 3, "")]
-)
-def test_a_job_out_of_time_is_requeued_but_only_three_times_without_a_checkpoint_and_logs_no_secret(
-    is_saved: bool, num_restarts: int, asked: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_job_out_of_time_gives_its_step_up_and_is_requeued_and_logs_no_secret(is_saved: bool, tmp_path: Path) -> None:
     logs = tmp_path / "run" / "slurm"
-    with job(tmp_path, is_saved=is_saved, num_restarts=num_restarts) as started:
+    with job(tmp_path, is_saved=is_saved) as started:
         wait_for(logs / "runs")
         start_s = time.monotonic()
         started.send_signal(signal.SIGUSR1)
         code = started.wait(timeout=LIMIT_S)
     assert time.monotonic() - start_s >= 1.0, "the step under way got its time"
-    assert code == 130
+    assert code == 131
     found = (logs / "7-environment.txt").read_text()
     assert "SLURM_JOB_NUM_NODES=1" in found
     assert "s3cret" not in found
+    assert asked_of_slurm(tmp_path) == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("counted", "asked"),
+    [("3 step-00000004", "requeue 7\n"), ("4 step-00000004", ""), ("4 step-00000002", "requeue 7\n")],
+)
+def test_a_job_is_not_requeued_after_five_starts_in_a_row_without_a_new_checkpoint(
+    counted: str, asked: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    count = tmp_path / "run" / "slurm" / ".progress-7"
+    with job(tmp_path, is_saved=True) as started:
+        count.write_text(f"{counted}\n")
+        wait_for(tmp_path / "run" / "slurm" / "runs")
+        started.send_signal(signal.SIGUSR1)
+        _, errors = started.communicate(timeout=LIMIT_S)
     assert asked_of_slurm(tmp_path) == asked
+    repeated = "the step under way is not saved and will be repeated from step-00000004; job 7 is requeued"
+    assert (repeated in capfd.readouterr().out) == bool(asked)
+    assert ("the newest checkpoint is still step-00000004 after 5 starts" in errors) == (not asked)
+    assert count.exists() == bool(asked)
+
+
+def test_a_job_that_is_preempted_again_and_again_is_requeued_each_time(tmp_path: Path) -> None:
+    with job(tmp_path, is_saved=True, scontrol=PREEMPTED_SCONTROL) as started:
+        (tmp_path / "run" / "slurm" / ".progress-7").write_text("9 step-00000004\n")
+        wait_for(tmp_path / "run" / "slurm" / "runs")
+        started.send_signal(signal.SIGUSR1)
+        started.wait(timeout=LIMIT_S)
+    assert asked_of_slurm(tmp_path) == "requeue 7\n"
 
 
 def test_the_tasks_of_a_job_may_use_all_cores_and_its_head_has_no_ephemeral_port(tmp_path: Path) -> None:
@@ -160,9 +184,6 @@ def test_the_environment_of_a_job_has_no_credentials_of_an_editable_checkout(tmp
     found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
     assert "-e git+https://git.example.com/team/code.git@" in found
     assert "s3cret" not in found
-
-
-PREEMPTED_SCONTROL = SCONTROL.replace("PreemptTime=None", "PreemptTime=2026-01-01T00:00:00")
 
 
 @pytest.mark.parametrize("code", [1, 130, 143])
@@ -296,11 +317,14 @@ def test_only_the_secret_of_a_job_is_readable_by_its_owner_alone(tmp_path: Path)
     assert modes == {".token-7": "600", "7-environment.txt": "640", "runs": "640"}
 
 
-def test_a_cancelled_job_whose_time_limit_comes_is_not_requeued(tmp_path: Path) -> None:
+def test_a_cancelled_job_whose_time_limit_comes_in_a_long_step_has_failed_and_is_not_requeued(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with job(tmp_path, is_saved=True) as started:
         wait_for(tmp_path / "run" / "slurm" / "runs")
         started.send_signal(signal.SIGUSR2)
         wait_for(tmp_path / "run" / "slurm" / "asked-to-save")
         started.send_signal(signal.SIGUSR1)  # gives up the step after BAPO_SIGNAL_S / 2
-        assert started.wait(timeout=LIMIT_S) == 0
+        assert started.wait(timeout=LIMIT_S) == 131
     assert asked_of_slurm(tmp_path) == ""
+    assert "the step under way is not saved and will be repeated from step-00000004" in capfd.readouterr().out
