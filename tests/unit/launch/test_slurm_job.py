@@ -126,6 +126,19 @@ def test_a_job_is_not_requeued_after_five_starts_in_a_row_without_a_new_checkpoi
     assert count.exists() == bool(asked)
 
 
+def test_a_job_is_requeued_once_slurms_controller_replies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    refusing = SCONTROL.replace(
+        "    *)", '    requeue*) mkdir "$BAPO_LOGS/refused" 2>/dev/null && exit 1; echo "$*" >>"$BAPO_LOGS/asked" ;;\n    *)'
+    )
+    with job(tmp_path, is_saved=True, scontrol=refusing) as started:
+        wait_for(tmp_path / "run" / "slurm" / "runs")
+        started.send_signal(signal.SIGUSR1)
+        started.wait(timeout=LIMIT_S)
+    assert (tmp_path / "run" / "slurm" / "refused").exists()
+    assert asked_of_slurm(tmp_path) == "requeue 7\n"
+    assert "job 7 is requeued" in capfd.readouterr().out
+
+
 def test_a_job_that_is_preempted_again_and_again_is_requeued_each_time(tmp_path: Path) -> None:
     with job(tmp_path, is_saved=True, scontrol=PREEMPTED_SCONTROL) as started:
         (tmp_path / "run" / "slurm" / ".progress-7").write_text("9 step-00000004\n")
