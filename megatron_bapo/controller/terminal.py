@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +20,19 @@ def terminal(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 class _Terminal(Console):
-    """A console whose output never ends a run: it is discarded once the terminal or the reader of the pipe is gone."""
+    """A console whose output never ends a run.
+
+    It is discarded once the terminal or the reader of the pipe is gone, and line by line while a log's disk is full.
+    """
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except OSError:  # of a terminal that was closed; rich itself calls on_broken_pipe for a pipe
-            self.on_broken_pipe()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._buffer.clear()
+            else:  # of a terminal that was closed; rich itself calls on_broken_pipe for a pipe
+                self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         discard(self.file)

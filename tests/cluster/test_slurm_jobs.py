@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import START_LIMIT_S, train_steps, wait_for_step, write_config
+from tests.cluster.launched import LAUNCH, START_LIMIT_S, train_steps, wait_for_step, write_config
 from tests.cluster.test_two_hosts import (
     LOSS_LIMIT_S,
     TWO_NODES,
@@ -23,7 +23,9 @@ from tests.cluster.test_two_hosts import (
     wait_until_gone,
 )
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
+from tests.e2e.small_disk import fill, free, small_disk
 from tests.processes import title
+from tests.unit.launch.stubbed import executable
 
 pytestmark = pytest.mark.cluster_full
 
@@ -49,6 +51,18 @@ exec unshare --mount bash -c '
     shift 2
     exec "$@"
 ' container "$binds" "$folder" "$@"
+"""
+
+LAUNCHER = """#!/usr/bin/env bash
+# Instead of Python: Ray on a node, and a launcher that prints line after line until it is asked to save.
+if [[ $* == *ray_start* ]]; then exec sleep 1000; fi
+[[ $* == *\\ train\\ * ]] || exit 0
+trap 'echo saved; exit 130' USR1
+for number in {{1..100000}}; do
+    printf 'line %0300d\\n' "$number"
+    echo "$number" >{folder}/number
+    sleep 0.05
+done
 """
 
 
@@ -154,8 +168,43 @@ def test_a_job_that_is_preempted_by_slurms_defaults_is_requeued_and_continues(
     before = max(train_steps(run_dir))
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+1")
     wait_for_step(run_dir, before + 1, run_dir)
-    bapo(cluster, "cancel", job, "--now")
-    wait_for_state(cluster, job, "CANCELLED", LOSS_LIMIT_S)
+    bapo(cluster, "cancel", job)
+    check_saved(cluster, run_dir, job)
+
+
+def test_the_log_of_a_job_goes_on_once_its_full_disk_has_space_again(hosts: TwoHosts, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    launcher = executable(tmp_path / "launcher", LAUNCHER.format(folder=tmp_path))
+    (logs := tmp_path / "logs").mkdir()
+    # Nodes see only what is mounted before they start.
+    with small_disk(tmp_path / "disk", mib=1) as disk, slurm_cluster(hosts, tmp_path / "slurm") as cluster:
+        cluster.environment |= {"BAPO_LAUNCH": str(LAUNCH), "BAPO_LOGS": str(logs), "BAPO_PYTHON": str(launcher)}
+        log, script = disk / "job.log", str(LAUNCH / "slurm.sbatch")
+        job = cluster.call("sbatch", "--parsable", f"--output={log}", "--signal=B:USR1@10", script, "none").strip()
+        wait_for_file(tmp_path / "number")
+        fill(disk)
+        lost = wait_for_lines(tmp_path, 40)  # the first ones fit into the log's last page
+        wait_for_lines(tmp_path, 10)
+        free(disk)
+        written = wait_for_lines(tmp_path, 20)
+        cluster.call("scancel", "--batch", "--signal=USR2", job)
+        wait_for_state(cluster, job, "FAILED", LOSS_LIMIT_S)  # there is no checkpoint
+        lines = log.read_text().splitlines()
+    assert f"line {lost:0300}" not in lines
+    assert f"line {written - 5:0300}" in lines
+    assert "saved" in lines
+
+
+def wait_for_lines(folder: Path, num: int) -> int:
+    """Wait until the launcher has printed `num` further lines; return the number of the last one."""
+    end = last_number(folder) + num
+    while (last := last_number(folder)) < end:
+        time.sleep(0.1)
+    return last
+
+
+def last_number(folder: Path) -> int:
+    return int((folder / "number").read_text() or 0)
 
 
 def wait_for_file(file: Path) -> None:

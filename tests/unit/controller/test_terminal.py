@@ -2,6 +2,7 @@ import os
 import pty
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
@@ -70,6 +71,19 @@ def test_a_display_goes_on_when_its_terminal_or_the_reader_of_its_pipe_is_gone(
             display.warn("entropy is low")
         terminal().print("Stopped; the state is saved.")
         print("as are plain lines", flush=True)
+
+
+def test_a_display_whose_log_had_a_full_disk_is_written_again_once_there_is_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with open("/dev/full", "w") as stream, (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = terminal()
+        for _ in range(3):
+            console.print("nobody reads this, " * 1000)
+        os.dup2(log.fileno(), stream.fileno())
+        console.print("the disk has space again")
+    assert (tmp_path / "log").read_text().endswith("the disk has space again\n")
 
 
 @pytest.mark.parametrize("connect", [os.pipe, pty.openpty])

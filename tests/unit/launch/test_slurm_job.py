@@ -128,7 +128,8 @@ def test_a_job_is_not_requeued_after_five_starts_in_a_row_without_a_new_checkpoi
 
 def test_a_job_is_requeued_once_slurms_controller_replies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     refusing = SCONTROL.replace(
-        "    *)", '    requeue*) mkdir "$BAPO_LOGS/refused" 2>/dev/null && exit 1; echo "$*" >>"$BAPO_LOGS/asked" ;;\n    *)'
+        "    *)",
+        '    requeue*) mkdir "$BAPO_LOGS/refused" 2>/dev/null && exit 1; echo "$*" >>"$BAPO_LOGS/asked" ;;\n    *)',
     )
     with job(tmp_path, is_saved=True, scontrol=refusing) as started:
         wait_for(tmp_path / "run" / "slurm" / "runs")
@@ -155,6 +156,15 @@ def test_the_tasks_of_a_job_may_use_all_cores_and_its_head_has_no_ephemeral_port
     found = (tmp_path / "run" / "slurm" / "12001-environment.txt").read_text()
     assert "SLURM_CPU_BIND=none" in found
     assert "RAY_ADDRESS=127.0.0.1:20001" in found
+
+
+def test_all_that_the_launcher_prints_is_in_the_log_when_its_job_has_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    srun = "#!/usr/bin/env bash\n[[ $* == *ray_node.sh ]] || { seq 20000; echo 'no such\\n file' >&2; printf end; }\n"
+    with job(tmp_path, is_saved=False, srun=srun) as started:
+        assert started.wait(timeout=LIMIT_S) == 0
+    assert capfd.readouterr().out.splitlines() == [*map(str, range(1, 20001)), "no such\\n file", "end"]
 
 
 def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkouts_and_indexes(
