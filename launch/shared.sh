@@ -16,7 +16,9 @@ check_token() { # the cluster's secret; a link to it, as in Kubernetes, has no p
 }
 
 own_folder() { # FOLDER: hold its lock as long as this script or what it starts runs; others remove it when nobody does
-    local lock
+    local lock folder_lock
+    exec {folder_lock}<"$1" # systemd-tmpfiles removes what is old except in a folder that is locked itself
+    flock --shared "$folder_lock" || true # not every file system can lock folders
     exec {lock}>"$1/.locking"
     flock "$lock"
     mv "$1/.locking" "$1/OWNER.lock" # locked before others can see it

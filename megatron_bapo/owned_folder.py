@@ -21,15 +21,16 @@ class OwnedFolder:
         """Create the folder. Folders of this user whose owners were killed, with the same prefix, are removed first."""
         _remove_abandoned(prefix, parent)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._lock = _try_lock(self.path / _LOCKING)
+        self._locks = [_lock_folder(self.path), _try_lock(self.path / _LOCKING)]
         (self.path / _LOCKING).rename(self.path / LOCK)  # locked before others can see it
 
     def close(self) -> None:
         """Remove the folder."""
         _remove(self.path)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for lock in self._locks:
+            if lock is not None:
+                os.close(lock)
+        self._locks = []
 
 
 def is_owned(folder: Path) -> bool:
@@ -61,6 +62,14 @@ def _remove_abandoned(prefix: str, parent: Path) -> None:
             if lock is not None:
                 _remove(folder)
                 os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Lock the folder itself: systemd-tmpfiles removes what is old, except in a locked folder (tmpfiles.d(5))."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):  # not every file system can lock folders
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 def _try_lock(path: Path) -> int | None:
