@@ -60,10 +60,12 @@ wait_for_head() {
     done
 }
 
-remove_abandoned() { # folders of killed owners: a running owner holds the lock
+remove_abandoned() { # folders of this host's killed owners: a running owner holds the lock, which other hosts may not see
     local owner
     for owner in /dev/shm/megatron-bapo-*/OWNER.lock {"$parent","${TMPDIR:-/tmp}"}/bapo-{ray,token}-*/OWNER.lock; do
-        [[ -O $owner ]] && flock --nonblock "$owner" rm -rf "${owner%/*}" 2>/dev/null || true # its owner may be faster
+        [[ -O $owner ]] || continue
+        [[ $owner == /dev/shm/* || $(<"$owner") == "$(uname -n)" ]] 2>/dev/null || continue
+        flock --nonblock "$owner" rm -rf "${owner%/*}" 2>/dev/null || true # its owner may be faster
     done
 }
 

@@ -21,6 +21,7 @@ own_folder() { # FOLDER: hold its lock as long as this script or what it starts 
     flock --shared "$folder_lock" || true # not every file system can lock folders
     exec {lock}>"$1/.locking"
     flock "$lock"
+    uname -n >&"$lock" # on some file systems locks count on one host only
     mv "$1/.locking" "$1/OWNER.lock" # locked before others can see it
 }
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 LOCK = "OWNER.lock"
-"""File in the folder that its owner has locked; launch/shared.sh also uses it."""
+"""File in the folder that its owner has locked, with the name of the owner's host; launch/shared.sh also uses it."""
 _LOCKING = ".locking"
+_MEMORY = Path("/dev/shm")
 
 
 class OwnedFolder:
     """A private folder in `parent` whose name starts with `prefix`."""
 
     def __init__(self, prefix: str, parent: Path) -> None:
-        """Create the folder. Folders of this user whose owners were killed, with the same prefix, are removed first."""
+        """Create the folder.
+
+        Folders with the same prefix of this user whose owners on this host were killed are removed first.
+        """
         _remove_abandoned(prefix, parent)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self._locks = [_lock_folder(self.path), _try_lock(self.path / _LOCKING)]
+        (self.path / _LOCKING).write_text(f"{platform.node()}\n")
         (self.path / _LOCKING).rename(self.path / LOCK)  # locked before others can see it
 
     def close(self) -> None:
@@ -58,10 +64,17 @@ def _remove_abandoned(prefix: str, parent: Path) -> None:
         with suppress(FileNotFoundError):  # another process may be cleaning up at the same time
             if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK).is_file():
                 continue
+            if not _is_of_this_host(folder / LOCK):
+                continue
             lock = _try_lock(folder / LOCK)
             if lock is not None:
                 _remove(folder)
                 os.close(lock)
+
+
+def _is_of_this_host(lock: Path) -> bool:
+    """Return whether the owner is a process of this host: on some file systems locks count on one host only."""
+    return lock.is_relative_to(_MEMORY) or lock.read_text().strip() == platform.node()
 
 
 def _lock_folder(folder: Path) -> int:

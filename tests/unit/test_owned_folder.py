@@ -1,5 +1,6 @@
 """Owners of temporary folders that start at the same time, in Python and in the scripts of launch/."""
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -109,3 +110,20 @@ def test_the_folder_of_a_script_outlives_the_cleanup_of_old_files(cleaned: Path)
     assert not (cleaned / "old").exists()
     clean(cleaned)
     assert list(cleaned.iterdir()) == []
+
+
+@pytest.mark.parametrize(("host", "is_left"), [("another", True), (platform.node(), False)])
+def test_the_folder_of_another_host_is_left(host: str, is_left: bool, tmp_path: Path) -> None:
+    """On a shared file system whose locks count on one host only its owner may be running there."""
+    (folder := tmp_path / f"{PREFIX}x1").mkdir()
+    (folder / LOCK).write_text(f"{host}\n")
+    OwnedFolder(PREFIX, tmp_path).close()
+    assert folder.exists() == is_left
+
+
+def test_scripts_and_processes_name_their_host_in_the_same_way(tmp_path: Path) -> None:
+    own = OwnedFolder(PREFIX, tmp_path)
+    names = f'source {SHARED}; mkdir "$1/x"; own_folder "$1/x"; cat "$1/x/{LOCK}"'
+    done = subprocess.run(["bash", "-euc", names, "owner", tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout == (own.path / LOCK).read_text() == f"{platform.node()}\n"
+    own.close()
