@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from tests.unit.launch.stubbed import LAUNCH, write_token
+from tests.unit.launch.stubbed import LAUNCH, executable, write_token
 
 ROOT = LAUNCH.parent
 SCRIPTS = sorted([*LAUNCH.glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
@@ -104,7 +105,8 @@ def test_the_kuberay_job_has_token_authentication_and_the_number_of_nodes_it_wai
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     num_nodes = 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"])
-    *_, config, option, waited_for = job["spec"]["entrypoint"].split()
+    command = shlex.split(job["spec"]["entrypoint"])[-1].partition("||")[0]
+    *_, config, option, waited_for = command.split()
     assert (option, int(waited_for)) == ("--num-nodes", num_nodes)
     assert (ROOT / config.removeprefix("/opt/megatron-bapo/")).is_file()
     assert "WORKDIR /opt/megatron-bapo" in (ROOT / "Dockerfile").read_text()
@@ -116,6 +118,22 @@ def test_pods_of_the_kuberay_job_have_time_to_save_before_they_are_killed() -> N
     cluster = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
     pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
     assert [pod["terminationGracePeriodSeconds"] for pod in pods] == [600, 600]
+    limits = ("RAY_JOB_STOP_WAIT_TIME_S", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
+    for pod in pods:
+        variables = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+        assert [variables[name] for name in limits] == ["570", "570"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (130, 0), (1, 1), (131, 131)])
+def test_the_kuberay_job_succeeds_if_the_run_was_asked_to_stop(code: int, expected: int, tmp_path: Path) -> None:
+    """KubeRay's shell reads the entrypoint, then `ray job submit` quotes its words for the shell that runs them."""
+    executable(tmp_path / "ray", f"#!{sys.executable}\nimport shlex, sys\nprint(shlex.join(sys.argv[4:]))\n")
+    executable(tmp_path / "python", f"#!/bin/sh\n[ $2 = megatron_bapo ] && exit {code}\n")
+    entrypoint = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())["spec"]["entrypoint"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    submit = ["bash", "-c", f"ray job submit -- {entrypoint} ;"]
+    submitted = subprocess.run(submit, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    assert subprocess.run(["sh", "-c", submitted.stdout], timeout=60, env=environment).returncode == expected
 
 
 def test_pods_of_the_kuberay_job_may_lock_memory_for_rdma() -> None:
