@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import UserError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
+from megatron_bapo.rollout.engine_nodes import Processes
 from megatron_bapo.weight_sync.transport import WeightStore
 
 _POLL_S = 0.25
@@ -88,8 +88,8 @@ class NodeAgent:
         assert self._trainer.returncode is not None
         return self._trainer.returncode
 
-    async def kill(self, processes: Sequence[tuple[int, float]]) -> None:
-        """Kill processes of this node, given by id and start time."""
+    async def kill(self, processes: Processes) -> None:
+        """Kill processes of this node."""
         kill(processes)
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ import psutil
 from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.cluster.ray_cluster import SEVERAL_MACHINES
 from megatron_bapo.errors import UserError
+from megatron_bapo.rollout.engine_nodes import Processes, start_ticks
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
@@ -187,10 +188,9 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def kill(processes: Sequence[tuple[int, float]]) -> None:
-    """Kill processes of this machine, given by id and start time; a reused process id is left alone."""
-    for pid, create_time in processes:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if process.create_time() == create_time:
-                process.kill()
+def kill(processes: Processes) -> None:
+    """Kill processes of this machine; a reused process id is left alone."""
+    for pid, start in processes:
+        with suppress(OSError):  # the process has ended
+            if start_ticks(pid) == start:
+                os.kill(pid, signal.SIGKILL)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _SHARED_MEMORY = "/dev/shm/psm_"
 """Prefix of the files of Python's multiprocessing.shared_memory."""
-Processes = tuple[tuple[int, float], ...]
-"""Process ids and start times."""
+Processes = tuple[tuple[int, int], ...]
+"""Process ids and the processes' starts by `start_ticks`."""
 
 
 def node_environment(address: str) -> dict[str, str]:
@@ -70,8 +70,20 @@ class StartedRanks:
 
 def own_processes() -> Processes:
     """Return this process and all its descendants."""
-    own = psutil.Process()
-    return tuple((process.pid, process.create_time()) for process in [own, *own.children(recursive=True)])
+    own, found = psutil.Process(), []
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(OSError):  # the process has ended
+            found.append((process.pid, start_ticks(process.pid)))
+    return tuple(found)
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process of this machine started, in clock ticks since the boot (field 22 in proc_pid_stat(5)).
+
+    Unlike psutil's time it does not change when the machine's clock is set. Raises OSError if the process has ended.
+    """
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    return int(after_name.split()[19])
 
 
 def unlink_shared_memory(processes: Processes) -> None:

@@ -125,7 +125,7 @@ def test_shared_memory_without_a_name_remains_usable_and_leaves_no_file() -> Non
     memory = SharedMemory(create=True, size=4096)
     file = Path("/dev/shm") / memory.name
     assert file.exists()
-    unlink_shared_memory((*own_processes(), (2**22 + 1, 0.0)))
+    unlink_shared_memory((*own_processes(), (2**22 + 1, 0)))
     assert not file.exists()
     memory.buf[:3] = b"abc"
     assert bytes(memory.buf[:3]) == b"abc"
