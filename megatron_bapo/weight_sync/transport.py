@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -317,7 +318,14 @@ class WeightStore:
     @contextmanager
     def _files_locked(self) -> Iterator[None]:
         """Hold the lock of the store's files against other writer processes; the kernel releases it when one dies."""
-        descriptor = os.open(self.folder / FILES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(self.folder / FILES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            raise RunError(
+                f"the weight store {self.folder} on {platform.node()} was removed while the run used it. "
+                "systemd-logind removes a user's files in /dev/shm when the user's last session on a host ends: set "
+                "RemoveIPC=no in its logind.conf, or run `loginctl enable-linger`"
+            ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -272,6 +273,13 @@ def test_the_folder_is_private_and_gone_after_close(tmp_path: Path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     store.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_systemd_has_removed_is_named_with_the_setting_that_keeps_it(store: WeightStore):
+    publish(store, 1, random(SHAPES))
+    shutil.rmtree(store.folder)
+    with pytest.raises(RunError, match=f"{store.folder} .* was removed while the run used it.*RemoveIPC=no"):
+        publish(store, 2, random(SHAPES))
 
 
 def test_the_store_of_a_killed_owner_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path):
