@@ -44,7 +44,8 @@ class RolloutClient:
 
     def wait_for_engines(self) -> None:
         """Return when all engines have started."""
-        get_result(self._service.wait_for_engines.remote(), SERVICE, self._config.rollout.start_timeout_s)
+        limit_s = self._config.rollout.start_timeout_s + _QUICK_S
+        get_result(self._service.wait_for_engines.remote(), SERVICE, limit_s)
 
     @cached_property
     def probe_token_ids(self) -> np.ndarray:
