@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,10 @@ def _wait_for_head(address: str, console: Console) -> None:
 
 
 def _wait_for_nodes(num: int, address: str, console: Console) -> list[Node]:
-    """Return the cluster's nodes, sorted by address, when `num` nodes have joined."""
+    """Return the cluster's nodes in order when `num` nodes have joined."""
     wait = _Wait(console)
     while True:
-        found = sorted((_node(node) for node in nodes()), key=lambda node: (node.address, node.node_id))
+        found = _in_order(_node(node) for node in nodes())
         if len(found) >= num:
             return found
         missing = _missing_nodes({node.address for node in found})
@@ -115,10 +116,22 @@ def _wait_for_nodes(num: int, address: str, console: Console) -> list[Node]:
         wait.sleep(f"{num - len(found)} of {num} nodes{missing}")
 
 
+def _in_order(found: Iterable[Node]) -> list[Node]:
+    """Return the nodes in the order of their Slurm job's list, else by address."""
+    places = {line.split()[-1]: place for place, line in enumerate(_job_nodes())}
+    return sorted(
+        found, key=lambda node: (places.get(node.address, len(places)), ip_address(node.address), node.node_id)
+    )
+
+
+def _job_nodes() -> list[str]:
+    """Return a line "name address" for each of the job's nodes, if launch/slurm.sbatch names them."""
+    return os.environ.get("BAPO_NODE_ADDRESSES", "").splitlines()
+
+
 def _missing_nodes(found: set[str]) -> str:
-    """Return the job's nodes whose addresses are not `found`, if launch/slurm.sbatch names its nodes."""
-    lines = os.environ.get("BAPO_NODE_ADDRESSES", "").splitlines()
-    missing = [line for line in lines if line.split()[-1] not in found]
+    """Return the job's nodes whose addresses are not `found`."""
+    missing = [line for line in _job_nodes() if line.split()[-1] not in found]
     return f": {', '.join(missing)}" if missing else ""
 
 

@@ -55,3 +55,20 @@ def test_the_launcher_names_the_nodes_that_it_waits_for(console: Console, monkey
     ):
         planes._wait_for_nodes(3, "10.0.0.1:6379", console)
     assert "waiting for 2 of 3 nodes: n2 10.0.0.2, n3 10.0.0.3, 10 s so far" in printed(console)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ("", ["10.0.0.2", "10.0.0.9", "10.0.0.10", "10.0.1.1"]),
+        ("n1 10.0.1.1\nn2 10.0.0.10\nn3 10.0.0.2", ["10.0.1.1", "10.0.0.10", "10.0.0.2", "10.0.0.9"]),
+    ],
+)
+def test_nodes_have_the_order_of_their_job_else_that_of_their_addresses(
+    job: str, expected: list[str], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ("10.0.0.10", "10.0.0.9", "10.0.1.1", "10.0.0.2")
+    joined = [{"NodeID": address, "NodeManagerAddress": address, "Resources": {}} for address in addresses]
+    monkeypatch.setattr(planes, "nodes", lambda: joined)
+    monkeypatch.setenv("BAPO_NODE_ADDRESSES", job)
+    assert [node.address for node in planes._wait_for_nodes(4, "10.0.0.2:6379", console)] == expected
