@@ -42,7 +42,7 @@ NODES_TIMEOUT_S = 600.0
 _FIRST_REPORT_S, _REPORT_S = 10.0, 30.0
 _POLL_S = 1.0
 _AGENT_S = 120.0
-"""Timeout of a node agent's start and of its calls that do not wait for others."""
+"""Timeout of a node agent's calls that do not wait for others; its start may take longer."""
 _LOST_NODE_S = 20.0
 """Time after a rank's failure during which Ray may still report a lost node as its cause."""
 
@@ -268,7 +268,7 @@ def _agent_name(node: Node) -> str:
 
 
 @contextmanager
-def node_agents(placement: RunPlacement, directory: RunDirectory) -> Iterator[dict[Node, Any]]:
+def node_agents(config: Config, placement: RunPlacement, directory: RunDirectory) -> Iterator[dict[Node, Any]]:
     """Start an agent on every used node for this context; at its end the agents end what they have started."""
     agents = {
         node: create_actor(
@@ -288,7 +288,8 @@ def node_agents(placement: RunPlacement, directory: RunDirectory) -> Iterator[di
             for node, agent in agents.items()
         }
         for name, reference in checks.items():
-            get_result(reference, name, _AGENT_S)
+            # All nodes import the same files at once, usually from one file system.
+            get_result(reference, name, config.rollout.start_timeout_s)
         yield agents
     finally:
         closing = {name: agent.close.remote() for name, agent in named.items()}

@@ -254,7 +254,7 @@ def _on_cluster(
 ) -> Iterator[tuple[Trainer, dict[str, Any]]]:
     """Start a run's processes on the Ray cluster that this process has joined; yields as `_on_this_machine`."""
     hosts = Hosts(placement, config.weight_sync.engine_store)
-    with node_agents(placement, directory) as agents:
+    with node_agents(config, placement, directory) as agents:
         stores = create_stores(agents, placement, hosts)
         # The handles are kept, because an actor lives as long as its handle.
         _actors, starting, source = [], {}, ("--rollouts-from", str(rollouts_from))

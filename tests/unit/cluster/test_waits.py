@@ -1,13 +1,18 @@
 """Messages of the launcher while it waits for the head and the nodes of a cluster."""
 
 from io import StringIO
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from rich.console import Console
 
 from megatron_bapo.cluster import planes
+from megatron_bapo.cluster.placement import Node, place_run
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.run_directory import RunDirectory
 from tests.ports import free_port
+from tests.unit.config.examples import config
 
 
 class Clock:
@@ -72,3 +77,14 @@ def test_nodes_have_the_order_of_their_job_else_that_of_their_addresses(
     monkeypatch.setattr(planes, "nodes", lambda: joined)
     monkeypatch.setenv("BAPO_NODE_ADDRESSES", job)
     assert [node.address for node in planes._wait_for_nodes(4, "10.0.0.2:6379", console)] == expected
+
+
+def test_node_agents_have_as_long_to_start_as_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All nodes import the same files at once."""
+    limits = []
+    monkeypatch.setattr(planes, "create_actor", MagicMock())
+    monkeypatch.setattr(planes, "get_result", lambda _call, _name, limit_s: limits.append(limit_s))
+    settings = config(rollout__start_timeout_s=700)
+    placement = place_run(settings, [Node("a", "10.0.0.1", 8)])
+    with planes.node_agents(settings, placement, RunDirectory(tmp_path)):
+        assert limits == [700.0]

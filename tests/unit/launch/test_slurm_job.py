@@ -21,9 +21,10 @@ touch "$BAPO_LOGS/runs"
 while :; do sleep 0.05; done
 """
 SCONTROL = """#!/usr/bin/env bash
+nodes=(node-1)
 case $* in
-    "show hostnames"*) echo node-1 ;;
-    "show node"*) echo "NodeName=node-1 NodeAddr=127.0.0.1 " ;;
+    "show hostnames"*) printf '%s\\n' "${nodes[@]}" ;;
+    "show node"*) printf 'NodeName=%s CPUTot=8 NodeAddr=127.0.0.1 Port=1\\n' "${nodes[@]}" ;;
     "show job"*) echo "JobId=7 PreemptTime=None" ;;
     *) echo "$*" >>"$BAPO_LOGS/asked" ;;
 esac
@@ -175,7 +176,8 @@ def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkou
     echo 'extra @ https://s3cret@index.example.com/extra-1.0.tar.gz'
     echo 'local @ git+ssh://git@git.example.com/team/local.git@abc'
     """
-    two_nodes = SCONTROL.replace("echo node-1 ;;", "printf 'node-1\\nnode-2\\n' ;;").replace("127.0.0.1", "192.0.2.7")
+    two_nodes = SCONTROL.replace("(node-1)", "(node-1 node-2)").replace("127.0.0.1", "192.0.2.7")
+    two_nodes = two_nodes.replace('"show node"*)', '"show node"*) echo asked >>"$BAPO_LOGS/addresses";')
     python = executable(tmp_path / "freeze", freeze)
     with job(tmp_path, is_saved=False, srun="#!/usr/bin/env bash\n", scontrol=two_nodes, python=python) as started:
         _, errors = started.communicate(timeout=LIMIT_S)
@@ -183,6 +185,7 @@ def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkou
     assert "example.com" not in capfd.readouterr().out + errors, "the log, which `logs` shows, lists no packages"
     found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
     assert "BAPO_NODE_ADDRESSES=node-1 192.0.2.7\nnode-2 192.0.2.7\n" in found
+    assert (tmp_path / "run" / "slurm" / "addresses").read_text() == "asked\n", "once for all nodes"
     assert "s3cret" not in found
     assert "-e git+https://git.example.com/team/code.git@abc#egg=code" in found
     assert "extra @ https://index.example.com/extra-1.0.tar.gz" in found
@@ -280,7 +283,7 @@ def test_a_job_does_not_start_on_a_node_that_others_cannot_reach(
     address: str, nodes: int, expected: str, tmp_path: Path
 ) -> None:
     names = " ".join(f"node-{number + 1}" for number in range(nodes))
-    scontrol = SCONTROL.replace("echo node-1", f"printf '%s\\n' {names}").replace("127.0.0.1", address)
+    scontrol = SCONTROL.replace("(node-1)", f"({names})").replace("127.0.0.1", address)
     with job(tmp_path, is_saved=False, scontrol=scontrol) as started:
         assert started.wait(timeout=LIMIT_S) == 2
         assert started.stderr is not None
@@ -292,7 +295,7 @@ def test_the_first_node_of_a_job_is_its_head_whichever_node_names_the_address_of
     tmp_path: Path,
 ) -> None:
     srun = "#!/usr/bin/env bash\n[[ $* != *ip\\ -4* ]] || printf 'node-2 192.0.2.8\\nnode-1 192.0.2.7\\n'\n"
-    scontrol = SCONTROL.replace("echo node-1", "printf '%s\\n' node-1 node-2")
+    scontrol = SCONTROL.replace("(node-1)", "(node-1 node-2)")
     with job(tmp_path, is_saved=False, srun=srun, scontrol=scontrol, BAPO_INTERFACE="ib0") as started:
         assert started.wait(timeout=LIMIT_S) == 0
     found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
