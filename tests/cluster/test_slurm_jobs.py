@@ -134,7 +134,7 @@ def test_a_job_on_an_unknown_interface_and_one_whose_head_dies_end_with_a_messag
     head.kill()
     wait_for_state(cluster, job, "FAILED", START_LIMIT_S)
     assert bapo_status(cluster, job)["ExitCode"] == "1:0"
-    assert "Ray has ended before the run" in (run_dir / "slurm" / f"{job}.log").read_text()
+    assert "Ray has ended on n1 " in (run_dir / "slurm" / f"{job}.log").read_text()
 
 
 def test_a_job_that_is_preempted_while_it_starts_begins_again_and_trains(cluster: SlurmCluster, tmp_path: Path) -> None:
