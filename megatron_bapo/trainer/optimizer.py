@@ -26,7 +26,6 @@ from megatron_bapo.parallel.megatron import (
     DistributedDataParallel,
     DistributedOptimizer,
     HybridDeviceOptimizer,
-    MegatronOptimizer,
     OptimizerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
@@ -83,7 +82,7 @@ class Optimizer:
         self._groups = groups
         self._clip_grad = settings.clip_grad
         self._chain = _create(self._chunks, settings)
-        self._members: list[Any] = self._chain.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+        self._members: list[Any] = self._chain.chained_optimizers
         shrink_main_parameters(self._members)
         self._moments_dtype = DTYPES[settings.moments_dtype]
         if self._moments_dtype == torch.bfloat16:
@@ -286,7 +285,8 @@ def sharing_axis(parameter: torch.nn.Parameter, groups: ParallelGroups) -> Axis:
     return groups.data_context if getattr(parameter, "allreduce", True) else groups.expert_data
 
 
-def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> Any:
+    """Return Megatron's chain of optimizers, with one for dense and one for expert parameters where they differ."""
     model, ddp = chunks[0].config, chunks[0].ddp_config
     assert ddp.use_distributed_optimizer or not settings.cpu_offload, (
         "cpu_offload needs use_distributed_optimizer; the configuration checks enforce it"
@@ -310,7 +310,10 @@ def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) 
         use_precision_aware_optimizer=settings.cpu_offload,  # the offloaded Adam then holds the fp32 parameters
     )
     with torch.no_grad():  # otherwise fp32 pieces are non-leaf views, which torch's optimizers reject
-        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        made: Any = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    # Where no rank trains dense parameters, as with adapters of experts only, their optimizer is a stub without Adam.
+    made.chained_optimizers = [member for member in made.chained_optimizers if not member.is_stub_optimizer]
+    return made
 
 
 def shrink_main_parameters(members: Sequence[Any]) -> None:
