@@ -126,9 +126,23 @@ class Optimizer:
                 total_norm=norm,
                 use_decoupled_grad=self._decoupled,
             )
-        self._chain.step_with_ready_grads()
+        self._apply_gradients()
         self._num_steps += 1
         return StepResult(norm, skipped=False)
+
+    @torch.no_grad()
+    def _apply_gradients(self) -> None:
+        """Let all members step, and then gather the parameters, unless the next forward pass does.
+
+        The step of a DistributedOptimizer gathers the parameters of all members, so with experts all would be gathered
+        twice. That of its base class gathers none.
+        """
+        for member in self._members:
+            sharded = isinstance(member, DistributedOptimizer)
+            (super(DistributedOptimizer, member) if sharded else member).step_with_ready_grads()
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
 
     def _finite_on_all_ranks(self, norm: float) -> bool:
         """Whether the gradients of all ranks are finite.

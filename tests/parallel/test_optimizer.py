@@ -30,6 +30,7 @@ from tests.tolerances import (
 CLIP_GRAD = 0.05
 NUM_TOKENS = 20
 PLAIN = {"parallel": {"use_distributed_optimizer": False}}
+SHARDED = {"parallel": {"use_distributed_optimizer": True}}
 SPREAD = {
     "parallel": {
         "use_distributed_optimizer": True,
@@ -85,6 +86,7 @@ CASES = {
     "pp2-dp2-bf16-grads": case(4, SPREAD_BF16_GRADS, PP2, **BF16, resume_from="dp2-bf16-grads"),
     "tp2-dp2": case(4, SPREAD, TP2, resume_from="dp2-offload"),
     "experts-ep2-dp4": experts(4, PLAIN, EP2, resume_from="experts-ep2"),
+    "experts-ep2-dp4-sharded": experts(4, SHARDED, EP2, resume_from="experts-one"),
     "experts-ep2-dp4-spread": experts(4, SPREAD, EP2, resume_from="experts-one"),
 }
 """A case follows the one whose checkpoint it resumes."""

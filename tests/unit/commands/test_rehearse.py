@@ -20,6 +20,7 @@ from megatron_bapo.commands.rehearse import (
     rehearsed_config,
     stage_ranks,
 )
+from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.activations import chunk_activations
@@ -182,6 +183,37 @@ def test_a_mixture_of_experts_holds_what_it_sends_and_receives_until_the_results
     config, _ = rehearsed_config(plan.config)
     found = rehearse_rank(config, replace(plan.architecture, num_hidden_layers=2), 0)
     assert found.peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.02)
+
+
+def experts(num_layers: int, *overrides: str) -> tuple[Config, Architecture]:
+    """Qwen3-30B-A3B's layers on 8 ranks with the defaults of the distributed optimizer, without overlap."""
+    without = ("overlap_grad_reduce=false", "overlap_param_gather=false", "pipeline_model_parallel_size=1")
+    layout = [f"parallel.{value}" for value in (*without, "context_parallel_size=1", "expert_model_parallel_size=2")]
+    plan = recipe("qwen3-30b-a3b_8gpus", *layout, "optimizer.cpu_offload=false", *overrides)
+    return rehearsed_config(plan.config)[0], replace(plan.architecture, num_hidden_layers=num_layers)
+
+
+def test_parameters_are_gathered_once_per_update_although_experts_have_an_optimizer_of_their_own() -> None:
+    found = rehearse_rank(*experts(1), 0)
+    gathers = {part.axis: part.num_calls for part in found.traffic if part.kind == "all-gather"}
+    assert (gathers["data"], gathers["expert data"]) == (1, 1)
+    assert found.differences == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="distributed"),
+        pytest.param(("parallel.use_distributed_optimizer=false",), id="plain"),
+        pytest.param(("optimizer.moments_dtype=bfloat16", "optimizer.adam_beta2=0.95"), id="bfloat16-moments"),
+        pytest.param(("optimizer.cpu_offload=true",), id="offloaded"),
+    ],
+)
+def test_adapters_of_experts_only_are_updated(overrides: tuple[str, ...]) -> None:
+    adapters = ("model.lora.rank=64", "model.lora.target_modules=[gate_proj,up_proj,down_proj]")
+    found = rehearse_rank(*experts(1, *adapters, *overrides), 0)
+    assert found.sent_bytes["expert data"] == pytest.approx(found.planned_traffic["expert data"], rel=BYTES_TOLERANCE)
+    assert "data" not in found.planned_traffic
 
 
 @pytest.mark.slow
