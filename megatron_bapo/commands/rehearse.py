@@ -7,6 +7,7 @@ ranks that disagree about shapes, fail here. What the update allocates and sends
 
 from __future__ import annotations
 
+import math
 import traceback
 import warnings
 from collections import Counter
@@ -19,7 +20,7 @@ import numpy as np
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.parallel.fake_ranks import FakeRank, Group, fake_rank, process_group
@@ -139,7 +140,7 @@ def rehearse_rank(
     parallel = config.parallel
     if architecture.moe_layers and (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size) > 1:
         raise UserError("tensor parallelism of experts cannot be rehearsed; set parallel.expert_tensor_parallel_size=1")
-    batch = _micro_batch(config)
+    batch = _micro_batch(config, architecture)
     num = num_micro_batches or _num_played(config)
     tokens = batch.split_tokens(config.parallel)
     with warnings.catch_warnings(), process_group(rank, world_size):
@@ -186,13 +187,38 @@ class _HostStep(Optimizer):
             return super().step(lr)
 
 
-def _micro_batch(config: Config) -> MicroBatch:
-    """Return the micro-batch of the estimate, with sequences of one length, so that all micro-batches are alike."""
+def _micro_batch(config: Config, architecture: Architecture) -> MicroBatch:
+    """Return the micro-batch of the estimate, with sequences of one length, so that all micro-batches are alike.
+
+    Each rank can send equally many of its tokens to every expert. Raises UserError if the token budget is too small.
+    """
     planned = largest_micro_batch(config, Assumptions())
-    granularity = config.padding_rule.granularity
-    num = max(1, round(sum(planned.lengths) / planned.lengths[0]))
-    length = sum(planned.lengths) // num // granularity * granularity
-    return MicroBatch((length,) * num, planned.dtype_bytes, planned.fused_norms)
+    total, granularity = sum(planned.lengths), config.padding_rule.granularity
+    divisor = math.lcm(granularity, _even_divisor(config.parallel, architecture))
+
+    def lengths(num: int) -> tuple[int, ...]:
+        step = math.lcm(granularity, divisor // math.gcd(divisor, num))
+        return (total // num // step * step,) * num
+
+    fewest = max(1, round(total / planned.lengths[0]))
+    chosen = max(map(lengths, range(fewest, 2 * fewest)), key=sum)  # more and shorter ones may leave less of the budget
+    if not sum(chosen):
+        least = divisor // config.parallel.context_parallel_size
+        raise UserError(
+            f"trainer.max_tokens_per_gpu={config.trainer.max_tokens_per_gpu} cannot be rehearsed, because not every "
+            f"expert gets a token; set it to {least} or more"
+        )
+    return MicroBatch(chosen, planned.dtype_bytes, planned.fused_norms)
+
+
+def _even_divisor(parallel: ParallelConfig, architecture: Architecture) -> int:
+    """Return the divisor of a micro-batch's tokens of which each rank sends equally many to every expert."""
+    if not architecture.moe_layers:
+        return 1
+    num_chosen = architecture.num_experts_per_tok
+    of_a_rank = math.lcm(architecture.num_experts, num_chosen) // num_chosen
+    num_parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return of_a_rank * num_parts * parallel.context_parallel_size
 
 
 def _num_played(config: Config) -> int:

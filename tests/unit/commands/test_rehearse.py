@@ -16,6 +16,7 @@ from megatron_bapo.cli.main import app
 from megatron_bapo.commands.rehearse import (
     BYTES_TOLERANCE,
     MEMORY_TOLERANCE,
+    _micro_batch,
     rehearse_rank,
     rehearsed_config,
     stage_ranks,
@@ -23,6 +24,7 @@ from megatron_bapo.commands.rehearse import (
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import UserError
 from megatron_bapo.planning.activations import chunk_activations
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
@@ -214,6 +216,47 @@ def test_adapters_of_experts_only_are_updated(overrides: tuple[str, ...]) -> Non
     found = rehearse_rank(*experts(1, *adapters, *overrides), 0)
     assert found.sent_bytes["expert data"] == pytest.approx(found.planned_traffic["expert data"], rel=BYTES_TOLERANCE)
     assert "data" not in found.planned_traffic
+
+
+@pytest.mark.parametrize(
+    ("max_length", "budget", "overrides", "expected"),
+    [
+        (5120, 16384, (), (4, 4096)),  # 3 x 5461 tokens leave some of 128 experts with fewer
+        (3072, 10000, (), (4, 2500)),
+        (512, 10000, (), (20, 500)),
+        (9216, 9216, ("parallel.context_parallel_size=2",), (2, 9216)),
+        (9216, 9999, ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), (1, 9984)),
+    ],
+)
+def test_all_experts_get_equally_many_tokens_of_as_much_of_the_budget_as_possible(
+    max_length: int, budget: int, overrides: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    lengths = (f"rollout.max_response_length={max_length - 256}", "data.max_prompt_length=256")
+    config, architecture = experts(1, *lengths, f"trainer.max_tokens_per_gpu={budget}", *overrides)
+    batch = _micro_batch(config, architecture)
+    assert (len(batch.lengths), *set(batch.lengths)) == expected
+    assert sum(batch.lengths) <= config.max_micro_batch_tokens
+    assert batch.split_tokens(config.parallel) * architecture.num_experts_per_tok % architecture.num_experts == 0
+
+
+def test_a_mixture_of_experts_whose_budget_is_no_multiple_of_its_experts_agrees() -> None:
+    lengths = ("data.max_prompt_length=1024", "rollout.max_response_length=4096", "trainer.max_tokens_per_gpu=16384")
+    found = rehearse_rank(*experts(4, *lengths, "parallel.expert_model_parallel_size=8"), 0)
+    assert found.micro_batch_tokens == 16384
+    assert found.differences == []
+
+
+def test_a_budget_with_which_an_expert_gets_no_token_is_refused() -> None:
+    config, architecture = experts(1)
+    small = config.model_copy(update={"trainer": config.trainer.model_copy(update={"max_tokens_per_gpu": 15})})
+    few = small.model_copy(
+        update={
+            "data": small.data.model_copy(update={"max_prompt_length": 4}),
+            "rollout": small.rollout.model_copy(update={"max_response_length": 8}),
+        }
+    )
+    with pytest.raises(UserError, match=r"max_tokens_per_gpu=15 .* set it to 16 or more"):
+        _micro_batch(few, architecture)
 
 
 @pytest.mark.slow
