@@ -78,7 +78,7 @@ with warnings.catch_warnings(), _without_wandb():
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -119,7 +119,6 @@ __all__ = [
     "MLASelfAttention",
     "MLATransformerConfig",
     "MegatronModule",
-    "MegatronOptimizer",
     "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
