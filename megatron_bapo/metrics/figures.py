@@ -285,17 +285,21 @@ class MetricTables:
 
 
 def curves(spec: FigureSpec, tables: MetricTables) -> list[Series]:
-    """Return the figure's curves in the order of its patterns, null as NaN; curves without any number are omitted."""
+    """Return the figure's curves in the order of its patterns, null as NaN.
+
+    Curves without any number are omitted, unless the figure has no others.
+    """
     table = tables.phase(spec.phase)
     steps = table.steps.tolist()
-    series = []
+    series, empty = list[Series](), list[Series]()
     for pattern, label in spec.metrics.items():
         for name in filter(lambda name: fnmatchcase(name, pattern), table.names):
             values = table.column(name)
-            if np.isnan(values).all() or (spec.omit_zeros and not np.nan_to_num(values).any()):
+            if spec.omit_zeros and not np.nan_to_num(values).any():
                 continue
-            series.append(Series(label or name.removeprefix(pattern.rstrip("*")), steps, values.tolist()))
-    return _parts_of_whole(series) if spec.stacked else series
+            found = empty if np.isnan(values).all() else series
+            found.append(Series(label or name.removeprefix(pattern.rstrip("*")), steps, values.tolist()))
+    return _parts_of_whole(series) if spec.stacked else series or empty
 
 
 def _parts_of_whole(series: list[Series]) -> list[Series]:

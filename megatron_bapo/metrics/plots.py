@@ -94,8 +94,12 @@ def curve_figure(
             axes.axhline(target, color=_QUIET, linewidth=1.1, dashes=(4, 3), label=f"target {target:.3g}")
         if log_y and any(value > 0 for curve in series for value in curve.y):
             _set_log_scale(axes)
+        # The axis has all steps, so that curves which end in NaN end before it does.
+        axes.update_datalim([(step, 0.0) for curve in series for step in (curve.x[0], curve.x[-1])], updatey=False)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
         axes.margins(x=0.02)
+        if not any(math.isfinite(value) for curve in series for value in curve.y):
+            axes.set_yticks([])
         axes.set_xlabel("step")
         # A horizontal label above the axis is easier to read than a rotated one beside it.
         axes.set_title(y_label, loc="left", fontsize=10.5, color=_QUIET, pad=7)

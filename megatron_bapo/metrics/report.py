@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -72,17 +73,26 @@ def _figures(section: Section, tables: MetricTables, target: float | None) -> li
                 target=target if spec.with_target else None,
             )
             change = _change(series[0]) if len(series) == 1 else ""
-            texts = {"title": spec.title, "healthy": spec.healthy, "seen": spec.seen(tables.phase(spec.phase))}
+            seen = f"{spec.seen(tables.phase(spec.phase))} {_gaps(series)}".strip()
+            texts = {"title": spec.title, "healthy": spec.healthy, "seen": seen}
             figures.append(texts | {"svg": Markup(svg), "change": change})
     return figures
 
 
 def _change(curve: Series) -> str:
-    values = [value for value in curve.y if not math.isnan(value)]
-    return f"{_number(values[0])} → {_number(values[-1])}"
+    first = next((value for value in curve.y if not math.isnan(value)), math.nan)
+    return f"{_number(first)} → {_number(curve.y[-1])}"
+
+
+def _gaps(series: Sequence[Series]) -> str:
+    """Return a sentence about the steps in which no curve has a value; "" without such steps."""
+    steps = np.array(series[0].x)[np.isnan([curve.y for curve in series]).all(axis=0)]
+    return f"No finite value in {len(steps)} of {len(series[0].x)} steps, the first is {steps[0]}." if len(steps) else ""
 
 
 def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 

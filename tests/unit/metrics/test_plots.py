@@ -61,6 +61,13 @@ def test_nan_leaves_a_gap():
     assert [curve.count("M") for curve in curves(broken)] == [2]
 
 
+def test_the_axis_ends_with_the_last_step_whether_or_not_it_has_a_value():
+    steps = [float(step) for step in range(1, 41)]
+    diverged = draw(Series("a", steps, [step if step <= 10 else math.nan for step in steps]))
+    assert [text for text in texts(diverged) if text.isdigit() and int(text) > 10] == ["12", "18", "24", "30", "36"]
+    assert {"6", "36"} <= set(texts(draw(Series("a", steps, [math.nan] * 40))))
+
+
 def test_a_target_is_named_in_the_legend():
     assert "target 0.4" in texts(draw(CURVE, target=0.4))
 

@@ -91,8 +91,26 @@ def test_every_figure_with_metrics_is_plotted(tmp_path: Path):
 
 
 def test_a_figure_without_metrics_is_omitted(tmp_path: Path):
-    report = page(tmp_path, rows=[row(1, {"critic/score/mean": 0.5, "actor/entropy": math.nan})])
-    assert report.headings == ["Mean reward of the sampled responses"]
+    report = page(tmp_path, rows=[row(1, {"critic/score/mean": 0.5, "actor/lr": 1e-4})])
+    assert report.headings == ["Mean reward of the sampled responses", "Learning rate"]
+
+
+def test_a_run_that_diverges_to_nan_shows_it(tmp_path: Path):
+    rows = [row(step, {"actor/entropy": 1.1 if step <= 40 else math.nan, "actor/lr": 0.1}) for step in range(1, 101)]
+    report = page(tmp_path, rows=rows)
+    assert "1.1 → NaN" in report.texts
+    assert [text for text in report.texts if text.endswith("No finite value in 60 of 100 steps, the first is 41.")]
+    assert not [text for text in report.texts if "schedule" in text and "No finite value" in text]
+
+
+def test_a_metric_without_any_number_has_a_figure_that_says_so(tmp_path: Path):
+    rows = [row(step, {"actor/grad_norm": math.nan, "response_length/mean": 4.0}) for step in (1, 2)]
+    rows[0]["metrics"]["response_length/positive"] = rows[1]["metrics"]["response_length/positive"] = math.nan
+    report = page(tmp_path, rows=rows)
+    assert report.headings == ["Response length", "Gradient norm before clipping"]
+    assert "NaN → NaN" in report.texts
+    assert [text for text in report.texts if text.endswith("No finite value in 2 of 2 steps, the first is 1.")]
+    assert "mean, A > 0" not in report.texts
 
 
 def test_markup_in_a_runs_texts_is_escaped(tmp_path: Path):
