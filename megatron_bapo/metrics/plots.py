@@ -109,12 +109,14 @@ def curve_figure(
 
 
 def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
-    """Plot the curves. Where one would hide earlier ones, it is striped, and its points are rings around theirs."""
+    """Plot the curves. Where one would hide earlier ones, it is striped, and its points are rings around theirs.
+
+    Points are marked if there are few, and if a line does not reach them because their neighbours have no value.
+    """
     shown = [np.array(curve.y, float) for curve in series]
     under = _num_hidden([curve.x for curve in series], shown, log_y=log_y)
     for index, (curve, y) in enumerate(zip(series, shown, strict=True)):
         colour = PALETTE[index % len(PALETTE)]
-        marker = "o" if np.isfinite(y).sum() <= _FEW_POINTS else None
         # A segment is striped if both of its ends coincide with those of earlier curves.
         segments = np.minimum(under[index][:-1], under[index][1:]) if len(y) > 1 else under[index]
         for num in sorted({0, *segments.tolist()}):
@@ -125,12 +127,29 @@ def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
                 curve.x,
                 np.where(kept, y, np.nan),
                 color=colour,
-                marker=marker,
-                markersize=4 + 3 * min(num, 2),
-                markerfacecolor="none" if num else colour,
                 linestyle=(0, (_STRIPE, _STRIPE * num)) if num else "-",
                 label=None if num else curve.name,
             )
+        marked = _marked(y, log_y=log_y)
+        for num in sorted(set(under[index][marked].tolist())):
+            axes.plot(
+                curve.x,
+                np.where(marked & (under[index] == num), y, np.nan),
+                color=colour,
+                linestyle="none",
+                marker="o",
+                markersize=4 + 3 * min(num, 2),
+                markerfacecolor="none" if num else colour,
+            )
+
+
+def _marked(y: np.ndarray, *, log_y: bool) -> np.ndarray:
+    """Return which points get a marker: those without a neighbour, or all if there are few."""
+    seen = np.isfinite(y) & ((y > 0) | (not log_y))
+    if seen.sum() <= _FEW_POINTS:
+        return seen
+    around = np.pad(seen, 1)
+    return seen & ~around[:-2] & ~around[2:]
 
 
 def _num_hidden(xs: Sequence[Sequence[float]], ys: Sequence[np.ndarray], *, log_y: bool) -> list[np.ndarray]:

@@ -61,6 +61,22 @@ def test_nan_leaves_a_gap():
     assert [curve.count("M") for curve in curves(broken)] == [2]
 
 
+def markers(svg: str) -> int:
+    """The number of points that are marked in the palette's first colour."""
+    elements = ElementTree.fromstring(svg).iter(f"{SVG}use")
+    return sum("fill: #0072b2" in element.get("style", "") for element in elements)
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+def test_a_point_without_neighbours_is_marked(log_y: bool):
+    steps = [float(step) for step in range(60)]
+    gap = 0.0 if log_y else math.nan
+    sparse = [1.0 + step if step % 2 == 0 or step > 50 else gap for step in steps]
+    assert markers(draw(Series("a", steps, sparse), log_y=log_y)) == 25
+    assert markers(draw(Series("a", steps, [1.0 + step for step in steps]), log_y=log_y)) == 0
+    assert markers(draw(CURVE, log_y=log_y)) == len(STEPS)
+
+
 def test_the_axis_ends_with_the_last_step_whether_or_not_it_has_a_value():
     steps = [float(step) for step in range(1, 41)]
     diverged = draw(Series("a", steps, [step if step <= 10 else math.nan for step in steps]))
