@@ -31,6 +31,8 @@ class FigureSpec:
     log_y: bool = False
     stacked: bool = False
     with_target: bool = False
+    except_for: str = ""
+    """Pattern of metrics that another figure has."""
     omit_zeros: bool = False
     """Whether curves that are 0 throughout are left out."""
     seen: Callable[[MetricTable], str] = lambda _: ""
@@ -62,6 +64,14 @@ SECTIONS = (
                 "Healthy: rises with the reward; if only the reward rises, it is memorized or gamed.",
                 {"val/*": ""},
                 "accuracy",
+                phase="validation",
+                except_for="val/score/*",
+            ),
+            FigureSpec(
+                "Held-out score",
+                "Healthy: rises with the accuracy; if only the score rises, the policy collects partial rewards.",
+                {"val/score/*": ""},
+                "reward per response",
                 phase="validation",
             ),
             FigureSpec(
@@ -293,7 +303,9 @@ def curves(spec: FigureSpec, tables: MetricTables) -> list[Series]:
     steps = table.steps.tolist()
     series, empty = list[Series](), list[Series]()
     for pattern, label in spec.metrics.items():
-        for name in filter(lambda name: fnmatchcase(name, pattern), table.names):
+        for name in table.names:
+            if not fnmatchcase(name, pattern) or fnmatchcase(name, spec.except_for):
+                continue
             values = table.column(name)
             if spec.omit_zeros and not np.nan_to_num(values).any():
                 continue

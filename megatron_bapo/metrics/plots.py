@@ -22,6 +22,8 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 
 _INK, _QUIET, _GRID = "#33383D", "#6B7278", "#E7E9EB"
 _FEW_POINTS = 16
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
+"""Line styles, each for as many curves as the palette has colours."""
 _STRIPE = 4.0
 """Length of a stripe in widths of the line."""
 _SAME = 0.005
@@ -116,7 +118,8 @@ def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
     shown = [np.array(curve.y, float) for curve in series]
     under = _num_hidden([curve.x for curve in series], shown, log_y=log_y)
     for index, (curve, y) in enumerate(zip(series, shown, strict=True)):
-        colour = PALETTE[index % len(PALETTE)]
+        cycle, place = divmod(index, len(PALETTE))
+        colour, dash = PALETTE[place], _DASHES[cycle % len(_DASHES)]
         # A segment is striped if both of its ends coincide with those of earlier curves.
         segments = np.minimum(under[index][:-1], under[index][1:]) if len(y) > 1 else under[index]
         for num in sorted({0, *segments.tolist()}):
@@ -127,7 +130,7 @@ def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
                 curve.x,
                 np.where(kept, y, np.nan),
                 color=colour,
-                linestyle=(0, (_STRIPE, _STRIPE * num)) if num else "-",
+                linestyle=(0, (_STRIPE, _STRIPE * num)) if num else dash,
                 label=None if num else curve.name,
             )
         marked = _marked(y, log_y=log_y)

@@ -29,6 +29,13 @@ export function ticks(low, high, count) {
   return found;
 }
 
+/** Draw a line in one of the styles that tell curves of a colour apart: dashes, and the same ones as thin lines. */
+function dashed(line, style) {
+  const dash = DASHES[style % DASHES.length];
+  if (dash) line.setAttribute("stroke-dasharray", dash);
+  line.classList.toggle("thin", Math.floor(style / DASHES.length) % 2 === 1);
+}
+
 function logTicks(low, high) {
   const found = [];
   const many = high - low > 6;
@@ -212,9 +219,9 @@ export class Chart {
       const under = curve.x.map((x, i) => drawn.filter((at) => Math.abs(at.get(x) - points[i][1]) <= SAME_PX).length);
       const seen = new Map(curve.x.map((x, i) => [x, points[i][1]]));
       for (const [m, path] of pieces(points, under)) {
-        const dash = m ? `${STRIPE} ${STRIPE * m}` : DASHES[curve.dash % DASHES.length];
         const line = svg("path", { d: path, stroke: curve.colour }, m ? "curve shared" : "curve");
-        if (dash) line.setAttribute("stroke-dasharray", dash);
+        if (m) line.setAttribute("stroke-dasharray", `${STRIPE} ${STRIPE * m}`);
+        else dashed(line, curve.dash);
         plot.append(line);
       }
       const lonely = points.filter(([, y], i) => !Number.isNaN(y) && !(points[i - 1]?.[1] >= -1e9) && !(points[i + 1]?.[1] >= -1e9));
@@ -304,7 +311,7 @@ export class Chart {
         const item = element("span", "key-item");
         const sample = svg("svg", { width: 22, height: 10, "aria-hidden": true });
         const line = svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: several ? "currentColor" : curve.colour, "stroke-width": this.spec.stacked && !several ? 9 : 2 });
-        if (several && DASHES[curve.dash % DASHES.length]) line.setAttribute("stroke-dasharray", DASHES[curve.dash % DASHES.length]);
+        dashed(line, curve.dash);
         sample.append(line);
         item.append(sample, plainText(name));
         this.legend.append(item);

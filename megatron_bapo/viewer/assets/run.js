@@ -174,7 +174,7 @@ function curvesOf(key) {
     const figure = run.figures.get(key);
     if (!figure) return;
     const name = many ? run.name : "";
-    const own = figure.curves.map((curve, i) => ({ ...curve, run: name, colour: palette[(many ? index : i) % palette.length], dash: many ? i : 0 }));
+    const own = figure.curves.map((curve, i) => ({ ...curve, run: name, colour: palette[(many ? index : i) % palette.length], dash: many ? i : Math.floor(i / palette.length) }));
     found.push(...(many && figure.stacked ? [total(own)] : own));
   });
   return found;

@@ -126,3 +126,11 @@ def test_a_curve_over_another_is_striped_where_they_coincide(log_y: bool):
     assert ["dasharray" in style for style in styles(partly, PALETTE[1])] == [False, True, False]
     apart = draw(Series("a", steps, first), Series("b", steps, [-1.0 + value / 2 for value in first]))
     assert "dasharray" not in "".join(styles(apart, PALETTE[1]))
+
+
+def test_curves_of_one_colour_have_different_lines():
+    names = [f"source {index}" for index in range(2 * len(PALETTE))]
+    svg = draw(*(Series(name, STEPS, [step + index for step in STEPS]) for index, name in enumerate(names)))
+    for colour in PALETTE:
+        solid, dashed, *legend = ("dasharray" in style for style in styles(svg, colour))
+        assert (solid, dashed, legend) == (False, True, [False, True])

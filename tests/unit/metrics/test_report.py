@@ -163,6 +163,12 @@ def test_a_response_with_an_unpaired_surrogate_does_not_stop_the_report(tmp_path
     assert "4 ?" in page(tmp_path, samples=[sample(1, response="4 \ud800")]).texts
 
 
+def test_scores_are_not_on_the_axis_of_accuracies(tmp_path: Path):
+    report = page(tmp_path, rows=[row(1, {"val/mean@4": 0.25, "val/score/mean@4": 3.5}, "validation")])
+    assert report.headings == ["Held-out accuracy", "Held-out score"]
+    assert {"0.25 → 0.25", "3.5 → 3.5"} <= set(report.texts)
+
+
 @pytest.mark.parametrize("measure", ["share", "ratio"])
 def test_the_target_line_is_a_share_for_either_target_measure(tmp_path: Path, measure: str):
     bounds = f"{{positive_contribution_target: 0.4, target_measure: {measure}}}"

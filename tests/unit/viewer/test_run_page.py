@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = IN_A_BROWSER
 View = Callable[..., str]
 SPECS = {spec.title: spec for section in SECTIONS for spec in section.figures}
-ABSENT = {"Multi-turn responses", "Warm-start loss"}
+ABSENT = {"Held-out score", "Multi-turn responses", "Warm-start loss"}
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +221,23 @@ def test_each_of_several_runs_has_a_colour(page: Page, urls: str) -> None:
     assert "low-lr · upper" not in hover(plot(page, "Clip bounds"), 0.5)
     page.get_by_role("button", name="low-lr").click()
     assert len(set(reward.evaluate_all("all => all.map(p => p.getAttribute('stroke'))"))) == 3
+
+
+LOOK = "all => all.map(e => [e.getAttribute('stroke'), e.getAttribute('stroke-dasharray'), e.getAttribute('class')])"
+
+
+def test_curves_of_many_data_sources_are_told_apart(page: Page, view: View, tmp_path: Path) -> None:
+    names = [f"val/{source}/{kind}@4" for source in ("sums", "words", "code") for kind in ("mean", "best")]
+    metrics = {name: 0.1 * place for place, name in enumerate(names)} | {"val/score/mean@4": 0.5}
+    roots = [live_run(tmp_path / name, num_steps=2, with_faults=False) for name in ("one", "two")]
+    for root in roots:
+        append(RunDirectory(root).metrics, [{"step": 2, "phase": "validation", "time_s": 1.0, "metrics": metrics}])
+    for runs in (roots[:1], roots):
+        shown(page, view(*runs))
+        accuracy = figure(page, "Held-out accuracy").locator(".legend .key-item")
+        assert accuracy.all_text_contents() == ["mean@4", "best@4", *(name.removeprefix("val/") for name in names)]
+        assert len(set(map(tuple, accuracy.locator("line").evaluate_all(LOOK)))) == 8
+        assert plot(page, "Held-out score").locator(".point").count() == len(runs)
 
 
 def test_curves_that_coincide_are_striped(page: Page, urls: str, url: str) -> None:
