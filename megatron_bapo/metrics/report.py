@@ -86,8 +86,9 @@ def _change(curve: Series) -> str:
 
 def _gaps(series: Sequence[Series]) -> str:
     """Return a sentence about the steps in which no curve has a value; "" without such steps."""
-    steps = np.array(series[0].x)[np.isnan([curve.y for curve in series]).all(axis=0)]
-    return f"No finite value in {len(steps)} of {len(series[0].x)} steps, the first is {steps[0]}." if len(steps) else ""
+    steps = np.array(series[0].x)
+    gaps = steps[np.isnan([curve.y for curve in series]).all(axis=0)]
+    return f"No finite value in {len(gaps)} of {len(steps)} steps, the first is {gaps[0]}." if len(gaps) else ""
 
 
 def _number(value: float) -> str:

@@ -64,18 +64,19 @@ def _add(
 
 
 def plot_study(study: Study, console: Console) -> None:
-    """Write figures, summary, outcomes and comparisons from the tables."""
+    """Write summary, outcomes, comparisons and figures from the tables."""
     table, tokens = StudyTable(study.output / "updates.csv"), read_table(study.output / "tokens.csv")
-    for name, figure in study.figures.items():
-        source = tokens if figure.kind in ("ratio_boxes", "token_scatter") else table
-        if source is None or not _cells(study, source, figure):
-            console.print(f"skipped: {name}; the tables contain none of its runs")
-            continue
-        save_png(_plot(study, figure, table, source), study.output / f"{name}.png")
     _write_rows(study.output / "summary.md", summary_rows(study, table))
     if study.statistics is not None:
         _write_rows(study.output / "outcomes.md", outcome_rows(study, table))
         _write_rows(study.output / "comparisons.md", comparison_rows(study, compare(study, table)))
+    for name, figure in study.figures.items():
+        source = tokens if figure.kind in ("ratio_boxes", "token_scatter") else table
+        plot = None if source is None else _plot(study, figure, table, source)
+        if plot is None:
+            console.print(f"skipped: {name}; the tables contain none of its runs")
+        else:
+            save_png(plot, study.output / f"{name}.png")
     console.print(f"tables and figures are in {study.output}", soft_wrap=True)
 
 
@@ -89,8 +90,11 @@ def _cells(study: Study, table: StudyTable, figure: Figure) -> list[Cell]:
     ]
 
 
-def _plot(study: Study, figure: Figure, table: StudyTable, source: StudyTable) -> Plot:
+def _plot(study: Study, figure: Figure, table: StudyTable, source: StudyTable) -> Plot | None:
+    """Plot the runs or pairs of runs that the tables have; None if there are none."""
     shown = _cells(study, source, figure)
+    if not shown:
+        return None
     match figure.kind:
         case "curves":
             groups = dict.fromkeys((cell.arm, cell.updates_per_step, cell.variant) for cell in shown)
@@ -110,7 +114,7 @@ def _plot(study: Study, figure: Figure, table: StudyTable, source: StudyTable) -
         case "differences":
             labels = {name: arm.label for name, arm in study.arms.items()}
             compared = [c for c in compare(study, table) if c.arm in figure.arms]
-            return differences_figure(compared, labels, figure.title)
+            return differences_figure(compared, labels, figure.title) if compared else None
 
 
 def _collapsed(study: Study, table: StudyTable, cell: Cell) -> list[str]:

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt
 from megatron_bapo.config.loading import load_section
 from megatron_bapo.config.section import Fraction, Section
 from megatron_bapo.errors import UserError
+from megatron_bapo.metrics.plots import PALETTE
 from megatron_bapo.studies.table import Cell
 
 Overrides = dict[str, Any]
@@ -51,7 +52,7 @@ class Figure(Section):
     variants: tuple[str, ...] | None = None
     """Variants that are shown; by default those of the study."""
     panels: dict[str, str] = Field(default_factory=dict)
-    """Panels of a figure of kind `curves`: maps a column to its label."""
+    """Panels of a figure of kind `curves`: maps a column to its label. A figure of kind `map` shows one column."""
 
 
 class Statistics(Section):
@@ -76,7 +77,8 @@ class Collapse(Section):
     """Column of the held-out accuracy: the run has collapsed if it falls below half of its best value."""
     entropy: str
     """Column of the entropy: the run has collapsed if the mean over a window falls below a tenth of the mean over the
-    first window, or rises above twice that, or if a step has no entropy, which is how NaN is written."""
+    first window, or rises above twice that, or if a step has no entropy, which is how NaN is written. With
+    `trainer.skip_zero_advantage` a step whose groups are all uniform has no entropy either."""
 
 
 class Study(Section):
@@ -140,7 +142,8 @@ def load_study(path: Path) -> Study:
     """Load a study. Raises UserError that lists all problems."""
     study = load_section(Study, path)
     if problems := list(_problems(study)):
-        raise UserError("\n".join([f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]))
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise UserError("\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems)]))
     return study
 
 
@@ -161,18 +164,16 @@ def _problems(study: Study) -> Iterator[str]:
             yield from _unknown(f"arms.{name}.bounds_of", "arm", [arm.bounds_of], study.arms)
             yield from _unknown(f"arms.{name}.bounds_of", "column", BOUNDS_COLUMNS, study.columns)
     yield from _unknown("tokens_of", "arm", study.tokens_of, study.arms)
+    for arm, updates_per_step in study.tokens_of.items():
+        yield from _unknown(f"tokens_of.{arm}", "updates_per_step", updates_per_step, study.updates_per_step)
     yield from _unknown("summary", "column", study.summary, study.columns)
     for name, figure in study.figures.items():
-        yield from _unknown(f"figures.{name}", "arm", figure.arms, study.arms)
-        yield from _unknown(f"figures.{name}", "variant", figure.variants or (), study.variants)
-        yield from _unknown(f"figures.{name}", "column", figure.panels, study.columns)
+        yield from _figure_problems(study, f"figures.{name}", figure)
     blocks = {f"order[{number}]": block for number, block in enumerate(study.order)}
     if study.quick is not None:
         blocks["quick"] = study.quick
     for place, block in blocks.items():
-        yield from _unknown(place, "arm", block.arms or (), study.arms)
-        yield from _unknown(place, "variant", block.variants or (), study.variants)
-        yield from _unknown(place, "updates_per_step", block.updates_per_step or (), study.updates_per_step)
+        yield from _unknown_axes(study, place, block)
         yield from _unknown(place, "seed", block.seeds or (), study.seeds)
     if study.statistics is not None:
         yield from _unknown("statistics.outcome", "column", [study.statistics.outcome], study.columns)
@@ -180,6 +181,41 @@ def _problems(study: Study) -> Iterator[str]:
             yield from _unknown("statistics.reference", "arm", [reference, *arms], study.arms)
     if study.collapse is not None:
         yield from _unknown("collapse", "column", [study.collapse.accuracy, study.collapse.entropy], study.columns)
+
+
+def _figure_problems(study: Study, place: str, figure: Figure) -> Iterator[str]:
+    """Yield why the figure cannot be plotted once all runs have finished."""
+    yield from _unknown_axes(study, place, figure)
+    yield from _unknown(place, "column", figure.panels, study.columns)
+    column = next(iter(study.columns), "reward")
+    block = Block(arms=figure.arms, variants=figure.variants, updates_per_step=figure.updates_per_step)
+    shown = dict.fromkeys((c.arm, c.updates_per_step, c.variant) for c in study.cells() if block.contains(c))
+    match figure.kind:
+        case "curves":
+            if not figure.panels:
+                yield f"{place}.panels is empty; name a column for each panel, such as {column}"
+            if len(shown) > len(PALETTE):
+                yield (
+                    f"{place}: {len(shown)} curves cannot be told apart with {len(PALETTE)} colours; give fewer arms, "
+                    "variants or updates_per_step"
+                )
+        case "map":
+            if len(figure.panels) != 1:
+                yield f"{place}.panels names {len(figure.panels)} columns, but a map shows one, such as {column}"
+        case "differences":
+            compared = {arm for arms in study.statistics.reference.values() for arm in arms} if study.statistics else ()
+            if not set(figure.arms) & set(compared):
+                yield f"{place}: `statistics` compares none of its arms; add one of them to statistics.reference"
+        case "ratio_boxes" | "token_scatter":
+            for arm, updates in dict.fromkeys((arm, updates) for arm, updates, _ in shown):
+                if updates not in study.tokens_of.get(arm, ()):
+                    yield f"{place}: tokens_of has no {arm} with {updates} updates per step; add them there"
+
+
+def _unknown_axes(study: Study, place: str, given: Block | Figure) -> Iterator[str]:
+    yield from _unknown(place, "arm", given.arms or (), study.arms)
+    yield from _unknown(place, "variant", given.variants or (), study.variants)
+    yield from _unknown(place, "updates_per_step", given.updates_per_step or (), study.updates_per_step)
 
 
 def _unknown(place: str, kind: str, given: Collection[Any], known: Collection[Any]) -> Iterator[str]:

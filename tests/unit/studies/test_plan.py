@@ -2,6 +2,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -161,6 +162,15 @@ def test_finished_updates_are_counted_in_the_run_directory(tmp_path):
     assert run.num_updates_done() == 8
 
 
+VARIANTS = {"variants": {name: {} for name in "abcdefgh"}}
+
+
+def figure(**values: Any) -> dict[str, Any]:
+    """Return the figures of a study with a single one."""
+    default = {"kind": "curves", "title": "F", "arms": ["fixed"], "updates_per_step": [4], "panels": {"reward": "r"}}
+    return {"figures": {"f": default | values}}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -174,6 +184,21 @@ def test_finished_updates_are_counted_in_the_run_directory(tmp_path):
         ({"arms": {"fixed": {"label": "a", "updates_per_step": [2]}}}, r"must be one of the study's, \[4, 1\]"),
         ({"order": [{"variants": ["fast"]}]}, r"order\[0\]: no such variant fast"),
         ({"arms": {"fixed": {"label": "a", "bounds_of": "b"}}}, "arms.fixed.bounds_of: no such arm b; there are fixed"),
+        (figure(updates_per_step=[7]), r"figures\.f: no such updates_per_step 7; there are 4, 1"),
+        (figure(panels={}), r"figures\.f\.panels is empty; name a column for each panel, such as reward"),
+        (figure(variants=list("abcdefgh")) | VARIANTS, r"figures\.f: 8 curves cannot be told apart with 7 colours"),
+        (figure(kind="map", panels={}), r"figures\.f\.panels names 0 columns, but a map shows one"),
+        (figure(kind="map", panels=dict.fromkeys(("reward", "entropy"), "")), r"names 2 columns, but a map shows one"),
+        (figure(kind="differences"), r"figures\.f: `statistics` compares none of its arms"),
+        (
+            figure(kind="differences") | {"statistics": {"outcome": "accuracy", "reference": {"fixed": ["moving"]}}},
+            r"figures\.f: `statistics` compares none of its arms",
+        ),
+        (
+            figure(kind="ratio_boxes", updates_per_step=[4, 1]),
+            r"1 problem\n  figures\.f: tokens_of has no fixed with 1 updates per step; add them there",
+        ),
+        ({"tokens_of": {"fixed": [3, 4]}}, r"tokens_of\.fixed: no such updates_per_step 3; there are 4, 1"),
         ({"statistics": {"outcome": "loss", "reference": {}}}, "statistics.outcome: no such column loss"),
         ({"continued": {"optimizer": {"lrr": 1}}}, "did you mean optimizer.lr"),
     ],

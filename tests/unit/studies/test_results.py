@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_bapo.studies import results
 from megatron_bapo.studies.results import collect, plot_study, summary_rows
 from megatron_bapo.studies.table import StudyTable
 from tests.unit.studies.studies import make_study, write_run
@@ -89,6 +90,33 @@ def test_figures_need_only_the_tables_and_are_reproducible(collected):
     plot_study(study, Console(quiet=True))
 
     assert {path.name: path.read_bytes() for path in output.glob("*.png")} == first
+
+
+def test_the_tables_are_written_before_the_figures(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(results, "save_png", fail)
+    study, runs = make_study(tmp_path)
+    for run in runs:
+        write_run(run)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        collect(study, runs, Console(quiet=True))
+    assert {"updates.csv", "tokens.csv", "summary.md"} <= {path.name for path in study.output.iterdir()}
+
+
+def test_differences_are_skipped_before_there_is_a_pair(tmp_path):
+    differences = {"kind": "differences", "title": "D", "arms": ["moving"], "updates_per_step": [4]}
+    statistics = {"outcome": "accuracy", "reference": {"fixed": ["moving"]}}
+    study, runs = make_study(tmp_path, figures={"differences": differences}, statistics=statistics)
+    (run,) = [run for run in runs if run.name == "moving-4x-seed1"]
+    write_run(run)
+    console = Console(record=True, width=200, file=StringIO())
+    collect(study, runs, console)
+
+    assert "skipped: differences; the tables contain none of its runs" in console.export_text()
+    assert not (study.output / "differences.png").exists()
 
 
 def test_nothing_is_written_before_a_run_is_finished(tmp_path):
