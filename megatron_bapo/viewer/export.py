@@ -15,7 +15,7 @@ import pyarrow as pa
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import unwritable
 from megatron_bapo.viewer.answers import as_json
-from megatron_bapo.viewer.samples import NO_SAMPLES, Samples
+from megatron_bapo.viewer.samples import NO_SAMPLES, Samples, damaged
 from megatron_bapo.viewer.server import ASSETS
 
 _MODULES = ("text.js", "measures.js", "state.js", "source.js", "prompts.js", "response.js", "tooltip.js", "main.js")
@@ -42,10 +42,7 @@ def export(samples: Samples, path: Path, step: int | None) -> int:
         try:
             text = page(samples, chosen)
         except (OSError, pa.ArrowException) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"the sampled rollouts of step {chosen} are damaged ({reason}); copy their file again"
-            ) from None
+            raise UserError(damaged(chosen, error)) from None
         path.write_text(text, encoding="ascii", errors="xmlcharrefreplace")
     except OSError as error:
         raise unwritable(option, error) from None

@@ -43,6 +43,12 @@ NO_SAMPLES = (
 )
 
 
+def damaged(step: int, error: Exception) -> str:
+    """Return what to do about a file of a step that cannot be read."""
+    reason = " ".join(str(error).split())
+    return f"the sampled rollouts of step {step} are damaged ({reason}); copy their file again"
+
+
 class Samples:
     """Reads the files as they are now: a run that goes on adds steps."""
 
@@ -129,14 +135,21 @@ class Samples:
         return {"rows": found[: MAX_BYTES // 10]}
 
     def history(self, step: int, row: int) -> dict[str, Any]:
-        """Return the steps that have responses to the same prompt, with their rows; the last `_MAX_STEPS` of them."""
+        """Return the steps that have responses to the same prompt, with their rows; the last `_MAX_STEPS` of them.
+
+        `problems` name the steps whose files cannot be read.
+        """
         prompt_id = self._row(step, row, ("prompt_id",))["prompt_id"][0].as_py()
-        steps = []
+        steps, problems = list[dict[str, Any]](), list[str]()
         for each_step, path in rollout_files(self._folder).items():
-            rows = [i for i, each in enumerate(_prompt_ids(path, path.stat().st_mtime_ns)) if each == prompt_id]
+            try:
+                rows = [i for i, each in enumerate(_prompt_ids(path, path.stat().st_mtime_ns)) if each == prompt_id]
+            except (OSError, pa.ArrowException) as error:
+                problems.append(damaged(each_step, error)[:_MAX_TOKEN])
+                continue
             if rows:
                 steps.append({"step": each_step, "rows": rows[:1000]})
-        return {"prompt_id": prompt_id[:_MAX_ID], "steps": steps[-_MAX_STEPS:]}
+        return {"prompt_id": prompt_id[:_MAX_ID], "steps": steps[-_MAX_STEPS:], "problems": problems[-_MAX_STEPS:]}
 
     def _open(self, step: int) -> tuple[pq.ParquetFile, dict[str, Any]]:
         path = rollout_files(self._folder).get(step)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -25,7 +26,7 @@ from megatron_bapo.metrics.plots import PALETTE
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import NotFound, as_json, fitting
 from megatron_bapo.viewer.live import LiveRun, Zoom, config_differences, last_start, read_config
-from megatron_bapo.viewer.samples import MAX_ROWS, MAX_TOKENS, Samples
+from megatron_bapo.viewer.samples import MAX_ROWS, MAX_TOKENS, Samples, damaged
 from megatron_bapo.viewer.timeline import Timeline
 
 ASSETS = Path(__file__).parent / "assets"
@@ -123,6 +124,9 @@ def _endpoint(answer: _Answer) -> Callable[[Request], Any]:
             found = await run_in_threadpool(answer, request)
         except NotFound as error:
             return Response(f"{error}\n", 404)
+        except (OSError, pa.ArrowException) as error:
+            step = request.path_params.get("step")
+            return Response(f"{error if step is None else damaged(step, error)}\n", 400)
         except (ValueError, RunError) as error:
             return Response(f"{error}\n", 400)
         return Response(as_json(found), media_type="application/json")

@@ -3,7 +3,7 @@
 import { LEVELS, limitOf, MARKS, MEASURES, number } from "./measures.js";
 import { PromptList, shownGroups, SORTS, wholeRows } from "./prompts.js";
 import { ResponseView } from "./response.js";
-import { openSource } from "./source.js";
+import { openSource, Refused } from "./source.js";
 import { DEFAULTS, otherTheme, readState, showTheme, writeState } from "./state.js";
 import { appendText, element } from "./text.js";
 import { Tooltip } from "./tooltip.js";
@@ -136,13 +136,19 @@ function lane(columns, step, rows, index) {
 
 async function showHistory(step, group, draw) {
   const { columns: own, loaded } = data;
-  const { steps: seen } = await source.history(step, group.rows[0]);
+  const { steps: seen, problems } = await source.history(step, group.rows[0]);
   for (const { step: each, rows } of seen) {
     let columns = own;
     let start = 0;
     if (each !== step || rows.at(-1) >= loaded) {
       start = rows[0];
-      ({ columns } = await source.rows(each, start, rows.at(-1) - start + 1));
+      try {
+        ({ columns } = await source.rows(each, start, rows.at(-1) - start + 1));
+      } catch (error) {
+        if (!(error instanceof Refused)) throw error;
+        problems.push(error.message);
+        continue;
+      }
     }
     if (draw !== drawing) return;
     const rewards = rows.map((row) => columns.reward[row - start]);
@@ -151,6 +157,7 @@ async function showHistory(step, group, draw) {
     title.append(element("span", "", ` mean reward ${number(mean)} · ${rows.length} responses`));
     byId("responses").append(title, lane(columns, each, rows, (row) => row - start));
   }
+  if (draw === drawing) say(problems.join("\n"));
 }
 
 function showPrompt(prompt) {

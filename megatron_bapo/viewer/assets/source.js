@@ -116,7 +116,7 @@ class EmbeddedSource {
   async history(step, row) {
     const { prompt_id: ids } = this.data.step.columns;
     const rows = [...ids.keys()].filter((each) => ids[each] === ids[row]);
-    return { prompt_id: ids[row], steps: [{ step: this.data.step.step, rows }] };
+    return { prompt_id: ids[row], steps: [{ step: this.data.step.step, rows }], problems: [] };
   }
 }
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.data.rollout_samples import (
     TOKENIZER_FILE,
     SampledGroup,
@@ -100,6 +102,18 @@ def write_step(root: Path, step: int, groups: Sequence[SampledGroup], *, num_gro
     n = len(groups[0].responses)
     header = SampleHeader(step, policy_version=step + 6, num_groups=num_groups, n=n, objective="bapo", temperature=1.0)
     write_samples(folder, header, groups, lambda batch: [""] * len(batch))
+
+
+def damage(root: Path, step: int, *columns: str) -> None:
+    """Overwrite columns of a file of samples with zeros, by default all of them."""
+    path = rollout_files(RunDirectory(root).sampled_rollouts)[step]
+    data, metadata = bytearray(path.read_bytes()), pq.read_metadata(path)
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if not columns or column.path_in_schema in columns:
+                start = column.dictionary_page_offset or column.data_page_offset
+                data[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(data)
 
 
 def prompt(number: int, content: str, truth: str = "42") -> Prompt:

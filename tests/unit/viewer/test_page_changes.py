@@ -12,7 +12,7 @@ import pytest
 from megatron_bapo.run_directory import RunDirectory
 from tests.unit.viewer.browsers import IN_A_BROWSER, served
 from tests.unit.viewer.made_live_runs import append, live_run, requests_of, train_row
-from tests.unit.viewer.made_runs import group, prompt, sampled, small_run, write_step
+from tests.unit.viewer.made_runs import damage, group, prompt, sampled, small_run, write_step
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -291,3 +291,17 @@ def test_responses_say_that_the_viewer_does_not_answer(browser: Browser, url: st
     page.locator(".t").first.wait_for()
     assert page.locator("#message").inner_text() == ""
     context.close()
+
+
+@pytest.mark.parametrize("columns", [("prompt_id",), ("messages",)])
+def test_a_damaged_step_leaves_the_others_in_a_comparison(
+    browser: Browser, view: View, tmp_path: Path, columns: tuple[str, ...]
+) -> None:
+    root = small_run(tmp_path / "run")
+    damage(root, 10, *columns)
+    page = opened(browser.new_page(), view(root), "step=1&view=history")
+    page.get_by_text(
+        re.compile(r"the sampled rollouts of step 10 are damaged \(.*\); copy their file again")
+    ).wait_for()
+    assert page.locator(".step-title").all_inner_texts() == ["Step 1 mean reward 0.5 · 4 responses"]
+    page.close()

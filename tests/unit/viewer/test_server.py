@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from megatron_bapo.cli.main import app
-from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.data.rollout_samples import TOKENIZER_FILE
 from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
@@ -21,7 +20,7 @@ from megatron_bapo.viewer.export import _MODULES, export
 from megatron_bapo.viewer.samples import MAX_TOKENS, Samples
 from megatron_bapo.viewer.server import listen, opened
 from tests.unit.viewer.clients import SECRET, client_of
-from tests.unit.viewer.made_runs import HOSTILE, group, prompt, sampled, small_run, write_step
+from tests.unit.viewer.made_runs import HOSTILE, damage, group, prompt, sampled, small_run, write_step
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +200,7 @@ def test_the_steps_with_a_prompt_are_found(client: TestClient) -> None:
     assert found == {
         "prompt_id": "task:7",
         "steps": [{"step": 1, "rows": [0, 1, 2, 3]}, {"step": 10, "rows": [0, 1, 2, 3]}],
+        "problems": [],
     }
 
 
@@ -275,11 +275,23 @@ def test_a_run_without_sampled_rollouts_says_which_key_turns_them_on(tmp_path: P
 def test_damaged_columns_of_samples_are_not_taken_for_a_file_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     samples = Samples(RunDirectory(tmp_path / "run"))
-    file = rollout_files(RunDirectory(tmp_path / "run").sampled_rollouts)[10]
-    data = file.read_bytes()
-    file.write_bytes(data[:4] + bytes(len(data) // 2) + data[4 + len(data) // 2 :])
+    damage(tmp_path / "run", 10)
     with pytest.raises(UserError, match=r"the sampled rollouts of step 10 are damaged \(.*\); copy their file again"):
         export(samples, tmp_path / "page.html", 10)
+
+
+def test_a_damaged_step_is_named_and_leaves_the_other_steps_with_the_prompt(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    damage(tmp_path / "run", 10)
+    with client_of(tmp_path / "run") as client:
+        steps = f"/{SECRET}/api/runs/0/steps"
+        found = client.get(f"{steps}/1/responses/0/history").json()
+        assert found["steps"] == [{"step": 1, "rows": [0, 1, 2, 3]}]
+        (problem,) = found["problems"]
+        assert re.fullmatch(r"the sampled rollouts of step 10 are damaged \(.*\); copy their file again", problem)
+        for path in ("", "/search?text=a", "/responses/0", "/responses/0/tokens", "/responses/0/history"):
+            answer = client.get(f"{steps}/10{path}")
+            assert (answer.status_code, answer.text[:40]) == (400, problem[:40]), path
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"model": {'])
