@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -167,9 +168,10 @@ def test_a_program_with_too_much_output_is_ended(output: str) -> None:
 def test_a_cancelled_program_ends_with_its_processes() -> None:
     # Sessions of their own do not help them.
     program = "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid()\ntime.sleep(1000.25)"
+    path = f"/{uuid4()}.py"  # the machine may run this test twice
 
     def running() -> list[psutil.Process]:
-        return [each for each in psutil.process_iter(["cmdline"]) if "/cancelled.py" in (each.info["cmdline"] or ())]
+        return [each for each in psutil.process_iter(["cmdline"]) if path in (each.info["cmdline"] or ())]
 
     def wait_for(is_right: Callable[[int], bool]) -> None:
         deadline = time.monotonic() + 60.0
@@ -178,12 +180,13 @@ def test_a_cancelled_program_ends_with_its_processes() -> None:
             time.sleep(0.05)
 
     async def main() -> None:
-        task = asyncio.create_task(run_program(["/cancelled.py"], {"/cancelled.py": program.encode()}, LIMITS))
+        task = asyncio.create_task(run_program([path], {path: program.encode()}, LIMITS))
         await asyncio.to_thread(wait_for, lambda num: num >= 8)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.to_thread(wait_for, lambda num: num == 0)
+        await asyncio.sleep(0.2)  # the event loop closes the pipes of the ended program
 
     asyncio.run(main())
 
