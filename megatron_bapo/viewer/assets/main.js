@@ -202,7 +202,8 @@ function recolour() {
     scale.append(...names.map((name) => element("i", name)));
     legend.append(element("span", "", ends[0]), scale, element("span", "", ends[1]));
   } else if (measure !== "none") legend.append(element("span", "", `${label} is ${show(0)} everywhere`));
-  for (const mark of MARKS.slice(0, 4)) legend.append(element("span", `key ${mark.name}`, mark.name));
+  const seen = views.reduce((bits, view) => bits | view.marks(), 0);
+  for (const mark of MARKS.filter(({ bit }, i) => i < 4 || seen & bit)) legend.append(element("span", `key ${mark.name}`, mark.name));
 }
 
 async function showToken() {

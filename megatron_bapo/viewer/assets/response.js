@@ -138,6 +138,11 @@ export class ResponseView {
     return values;
   }
 
+  /** The bits of all marks of the tokens that are loaded. */
+  marks() {
+    return (this.columns.marks ?? []).reduce((bits, own) => bits | own, 0);
+  }
+
   colour(measure, limit) {
     const { diverging } = MEASURES[measure];
     const { marks } = this.columns;

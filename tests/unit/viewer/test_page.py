@@ -127,6 +127,29 @@ def test_clipped_and_rejected_tokens_are_marked(page: Page, url: str, run: Path)
     assert marks.keys() <= seen
 
 
+def test_the_legend_has_the_marks_that_the_responses_have(page: Page, view: View, tmp_path: Path) -> None:
+    made = sampled("some words to mark", reward=1.0, advantage=1.0)
+    marks = [16, 32, 8 | 32, 16 | 32]
+    made.figures["marks"][: len(marks)] = marks
+    plain = sampled("no marks", reward=1.0, advantage=1.0)
+    write_step(tmp_path, 1, [group(0, prompt(0, "marked"), [made]), group(1, prompt(1, "plain"), [plain])])
+    opened(page, view(tmp_path))
+    decorations = tokens(page, 0).evaluate_all(
+        "all => all.map(getComputedStyle).map(s => `${s.textDecorationLine} ${s.textDecorationStyle}`)"
+    )
+    assert decorations[: len(marks)] == [
+        "underline wavy",
+        "underline dotted",
+        "underline line-through dotted",
+        "underline wavy",
+    ]
+    legend = page.locator("#legend .key")
+    assert legend.all_text_contents() == ["upper", "lower", "dual", "rejected", "dropped", "masked"]
+    page.get_by_text("plain").first.click()
+    page.locator("#legend .key", has_text="masked").wait_for(state="detached")
+    assert legend.all_text_contents() == ["upper", "lower", "dual", "rejected"]
+
+
 def test_hovering_over_a_token_shows_its_numbers(page: Page, url: str, run: Path) -> None:
     opened(page, url, "step=1")
     row = rows_of(run, 1)[1]
