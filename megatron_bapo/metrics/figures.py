@@ -46,7 +46,7 @@ class Section:
 
 
 def _bound_moves(table: MetricTable) -> str:
-    moved = 1.0 - table.column("actor/bapo_outcome/start") - table.column("actor/bapo_outcome/no_signal")
+    moved = table.column("actor/bapo_outcome/interior") + table.column("actor/bapo_outcome/end")
     shares = table.column("actor/bapo_initial_positive_share")
     if np.isnan(moved).all() or np.isnan(shares).all():
         return ""

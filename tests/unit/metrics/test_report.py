@@ -207,19 +207,28 @@ def test_rows_from_disk_make_the_same_page_twice(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("start", "shares", "seen"),
+    ("outcomes", "shares", "seen"),
     [
-        ([1.0, 0.25, 0.25], [0.45, 0.38, 0.37], "Here they moved in 50% of the updates."),
-        ([1.0, 1.0, 1.0], [0.5, 0.4, 0.45], "Here they did not move: the positive share, 0.45 on average, was above"),
+        (
+            [(1.0, 0.0, 0.0, 0.0), (0.25, 0.5, 0.25, 0.0), (0.25, 0.75, 0.0, 0.0)],
+            [0.45, 0.38, 0.37],
+            "Here they moved in 50% of the updates.",
+        ),
+        (
+            [(1.0, 0.0, 0.0, 0.0), (0.7, 0.0, 0.0, 0.3)],  # 1 - 0.7 - 0.3 is 5.6e-17
+            [0.5, 0.4],
+            "Here they did not move: the positive share, 0.45 on average, was above",
+        ),
     ],
 )
 def test_the_page_says_whether_the_clip_bounds_moved(
-    tmp_path: Path, start: list[float], shares: list[float], seen: str
+    tmp_path: Path, outcomes: list[tuple[float, ...]], shares: list[float], seen: str
 ):
-    bounds = {"actor/bapo_clip_high": 1.2, "actor/bapo_clip_low": 0.6, "actor/bapo_outcome/no_signal": 0.0}
+    names = [f"actor/bapo_outcome/{name}" for name in ("start", "interior", "end", "no_signal")]
+    bounds = {"actor/bapo_clip_high": 1.2, "actor/bapo_clip_low": 0.6}
     rows = [
-        row(step, bounds | {"actor/bapo_outcome/start": each, "actor/bapo_initial_positive_share": share})
-        for step, (each, share) in enumerate(zip(start, shares, strict=True), 1)
+        row(step, bounds | dict(zip(names, each, strict=True)) | {"actor/bapo_initial_positive_share": share})
+        for step, (each, share) in enumerate(zip(outcomes, shares, strict=True), 1)
     ]
     assert sum(seen in text for text in page(tmp_path, rows=rows).texts) == 1
     fixed = [row(1, {"actor/bapo_clip_high": 1.2, "actor/bapo_clip_low": 0.6})]
