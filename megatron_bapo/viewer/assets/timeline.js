@@ -242,8 +242,9 @@ export class Timeline {
   legend() {
     const legend = element("div", "legend");
     const entries = this.data.trainer.phases.map(({ name, share }) => [phaseClass(name), `${phaseName(name)} ${percent(share)}`]);
-    entries.push(["request", this.data.engines[0]?.bars ? "request" : `requests in flight, up to ${number(this.most)} at a time`]);
-    if (this.data.engines.some((engine) => engine.down.length)) entries.push(["down", "engine lost"]);
+    const { engines } = this.data;
+    if (engines.length) entries.push(["request", engines[0].bars ? "request" : `requests in flight, up to ${number(this.most)} at a time`]);
+    if (engines.some((engine) => engine.down.length)) entries.push(["down", "engine lost"]);
     for (const [className, text] of entries) {
       const item = element("span", "key-item");
       const sample = svg("svg", { width: 14, height: 11, "aria-hidden": true });

@@ -296,6 +296,17 @@ def test_the_timeline_shows_who_waited_with_faults_and_restarts(page: Page, url:
     assert page.locator("#tooltip .reason").inner_text() == "engine 1 did not answer within 5 s"
 
 
+def test_the_legend_of_the_timeline_has_requests_only_if_the_run_has(page: Page, view: View, tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=2, with_faults=False)
+    legend = page.locator("#timeline .key-item").get_by_text("request")
+    shown(page, view(root))
+    assert legend.all_text_contents() == ["request"]
+    RunDirectory(root).requests.unlink()
+    shown(page, view(root))
+    assert page.locator("#timeline .key-item").count() >= 4
+    assert legend.count() == 0
+
+
 def test_zooming_into_the_timeline_shows_steps_and_requests(page: Page, url: str) -> None:
     span = START_S + STEP_S * (LOST_STEP + 9), START_S + STEP_S * (LOST_STEP + 13)
     shown(page, url, f"time={span[0]}_{span[1]}")
