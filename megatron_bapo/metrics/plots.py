@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
@@ -19,6 +20,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 # Okabe and Ito's colour-blind-safe palette, "Color Universal Design" (2008), without black and yellow.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
+
+MAX_POINTS = 600
+"""Points of a curve, at most."""
 
 _INK, _QUIET, _GRID = "#33383D", "#6B7278", "#E7E9EB"
 _FEW_POINTS = 16
@@ -68,6 +72,36 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float]
+
+
+def thinned(series: Sequence[Series], most: int, *, stacked: bool) -> list[Series]:
+    """Return the curves with their extremes alone, at most `most` points each."""
+    values = [np.asarray(curve.y, float) for curve in series]
+    if stacked:
+        # Parts can be stacked only at the same steps.
+        kept = [extremes(np.nansum(values, axis=0), most)] * len(values)
+    else:
+        kept = [extremes(each, most) for each in values]
+    return [
+        Series(curve.name, np.asarray(curve.x)[places].tolist(), each[places].tolist())
+        for curve, each, places in zip(series, values, kept, strict=True)
+    ]
+
+
+def extremes(values: np.ndarray, most: int) -> np.ndarray:
+    """Return the places of at most `most` values: the ends, and of equal parts the smallest and the largest one."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), max(1, most // 2 - 1) + 1).astype(int)
+    places = {0, len(values) - 1}
+    for start, stop in pairwise(edges.tolist()):
+        part = values[start:stop]
+        finite = np.flatnonzero(~np.isnan(part))
+        if len(finite):
+            places |= {start + int(finite[part[finite].argmin()]), start + int(finite[part[finite].argmax()])}
+        elif stop > start:
+            places.add(start)
+    return np.array(sorted(places))
 
 
 def curve_figure(

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from megatron_bapo.files import replace_text
 from megatron_bapo.metrics.figures import SECTIONS, MetricTables, Section, curves, positive_share_target
-from megatron_bapo.metrics.plots import Series, curve_figure
+from megatron_bapo.metrics.plots import MAX_POINTS, Series, curve_figure, thinned
 
 _MAX_SAMPLES = 8
 _HEADLINE = ("accuracy_before", "accuracy_after")
@@ -65,7 +65,7 @@ def _figures(section: Section, tables: MetricTables, target: float | None) -> li
         series = curves(spec, tables)
         if series:
             svg = curve_figure(
-                series,
+                thinned(series, MAX_POINTS, stacked=spec.stacked),
                 title=spec.title,
                 y_label=spec.y_label,
                 log_y=spec.log_y,

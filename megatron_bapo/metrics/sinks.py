@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NotRequired, Self
 
@@ -213,24 +213,26 @@ def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
     replace_text(path, "".join(line + "\n" for line in kept))
 
 
-def _lines_and_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    *lines, _half_written = path.read_bytes().split(b"\n")
+def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     form = _ROWS.get(path.name, _ANY_ROW)
-    parsed = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            parsed.append((line.decode(), row := json.loads(line)))
-            form.validate_python(row, strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"])) or "the row"
-            problem = f"is damaged ({place}: {first['msg']})"
-        except (ValueError, RecursionError) as error:
-            problem = f"is not JSON ({error})"
-        else:
-            continue
-        raise RunError(f"{path}, line {number} {problem}; repair or delete that line")
-    return parsed
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return  # it is half written
+            try:
+                text = line[:-1].decode()
+                row = json.loads(text)
+                form.validate_python(row, strict=True)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                place = ".".join(map(str, first["loc"])) or "the row"
+                problem = f"is damaged ({place}: {first['msg']})"
+            except (ValueError, RecursionError) as error:
+                problem = f"is not JSON ({error})"
+            else:
+                yield text, row
+                continue
+            raise RunError(f"{path}, line {number} {problem}; repair or delete that line")
 
 
 def _without_non_finite(value: Any) -> Any:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,13 @@ from megatron_bapo.metrics.figures import (
     curves,
     positive_share_target,
 )
-from megatron_bapo.metrics.plots import Series
+from megatron_bapo.metrics.plots import MAX_POINTS, Series, thinned
 from megatron_bapo.metrics.sinks import MetricsRow, read_rows
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import fitting, number
 from megatron_bapo.viewer.follower import Follower
 from megatron_bapo.viewer.rows import MAX_NAME, metrics_row, quarantined_prompt
 
-MAX_POINTS = 600
-"""Points of a curve, at most."""
 _MAX_CURVES, _MAX_TEXT, _MAX_QUARANTINED = 100, 1000, 100
 _ACCOUNTING = "rollout/accounting/"
 
@@ -177,17 +174,11 @@ def last_start(directory: RunDirectory) -> dict[str, Any]:
 
 
 def _figure(spec: FigureSpec, found: Sequence[Series], zoom: Zoom, points: int, target: float | None) -> dict[str, Any]:
-    steps = np.asarray(found[0].x)
-    rows = zoom.rows(steps)
-    steps, values = steps[rows], [np.asarray(curve.y)[rows] for curve in found]
-    if spec.stacked:
-        # Parts can be stacked only at the same steps.
-        kept = [extremes(np.nansum(values, axis=0), points)] * len(values)
-    else:
-        kept = [extremes(each, points) for each in values]
+    rows = zoom.rows(np.asarray(found[0].x))
+    in_sight = [Series(curve.name, curve.x[rows], curve.y[rows]) for curve in found]
     shown = [
-        {"name": curve.name[:MAX_NAME], "x": steps[places].tolist(), "y": [number(y) for y in each[places].tolist()]}
-        for curve, each, places in zip(found, values, kept, strict=True)
+        {"name": curve.name[:MAX_NAME], "x": curve.x, "y": [number(y) for y in curve.y]}
+        for curve in thinned(in_sight, points, stacked=spec.stacked)
     ]
     return {
         "title": spec.title,
@@ -199,22 +190,6 @@ def _figure(spec: FigureSpec, found: Sequence[Series], zoom: Zoom, points: int, 
         "target": target,
         "curves": shown,
     }
-
-
-def extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Return the places of at most `most` values: the ends, and of equal parts the smallest and the largest one."""
-    if len(values) <= most:
-        return np.arange(len(values))
-    edges = np.linspace(0, len(values), max(1, most // 2 - 1) + 1).astype(int)
-    places = {0, len(values) - 1}
-    for start, stop in pairwise(edges.tolist()):
-        part = values[start:stop]
-        finite = np.flatnonzero(~np.isnan(part))
-        if len(finite):
-            places |= {start + int(finite[part[finite].argmin()]), start + int(finite[part[finite].argmax()])}
-        elif stop > start:
-            places.add(start)
-    return np.array(sorted(places))
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -47,6 +48,31 @@ def damaged(step: int, error: Exception) -> str:
     """Return what to do about a file of a step that cannot be read."""
     reason = " ".join(str(error).split())
     return f"the sampled rollouts of step {step} are damaged ({reason}); copy their file again"
+
+
+class RowGroups:
+    """The row groups that were read last: the newest one, and older ones up to `max_bytes` in all."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._lock = max_bytes, threading.Lock()
+        self.tables = dict[tuple[Any, ...], pa.Table]()
+
+    def row_group(self, path: Path, modified_ns: int, group: int, columns: tuple[str, ...] | None) -> pa.Table:
+        key = path, modified_ns, group, columns
+        with self._lock:
+            table = self.tables.pop(key, None)
+        if table is None:
+            table = pq.ParquetFile(path).read_row_group(group, columns=columns)
+        with self._lock:
+            self.tables[key] = table
+            excess = sum(each.nbytes for each in self.tables.values()) - self._max_bytes
+            for old in list(self.tables)[:-1]:
+                if excess > 0:
+                    excess -= self.tables.pop(old).nbytes
+        return table
+
+
+_RECENT = RowGroups(max_bytes=256 << 20)
 
 
 class Samples:
@@ -165,7 +191,7 @@ class Samples:
         path = rollout_files(self._folder)[step]
         names = None if columns is None else tuple(columns)
         group, place = divmod(row, ROWS_PER_GROUP)
-        return _row_group(path, path.stat().st_mtime_ns, group, names).slice(place, 1)
+        return _RECENT.row_group(path, path.stat().st_mtime_ns, group, names).slice(place, 1)
 
     def _token_columns(self, table: pa.Table, policy_version: int, tokens: range) -> dict[str, list[Any]]:
         row = {name: table[name][0] for name in table.column_names}
@@ -260,11 +286,6 @@ def _metadata(path: Path, modified_ns: int) -> tuple[pq.FileMetaData, dict[str, 
         return file.metadata, vars(read_sample_header(file))
     except (pa.ArrowInvalid, UserError) as error:
         raise UserError(f"{path} has no sampled rollouts ({error}); copy it again, or show another step") from None
-
-
-@lru_cache(maxsize=32)
-def _row_group(path: Path, modified_ns: int, group: int, columns: tuple[str, ...] | None) -> pa.Table:
-    return pq.ParquetFile(path).read_row_group(group, columns=columns)
 
 
 @lru_cache(maxsize=32)

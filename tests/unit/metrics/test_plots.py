@@ -2,9 +2,10 @@ import math
 import re
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from megatron_bapo.metrics.plots import PALETTE, Series, curve_figure
+from megatron_bapo.metrics.plots import MAX_POINTS, PALETTE, Series, curve_figure, extremes
 
 STEPS = [1.0, 2.0, 3.0, 4.0]
 CURVE = Series("reward", STEPS, [0.1, 0.2, 0.4, 0.8])
@@ -126,6 +127,17 @@ def test_a_curve_over_another_is_striped_where_they_coincide(log_y: bool):
     assert ["dasharray" in style for style in styles(partly, PALETTE[1])] == [False, True, False]
     apart = draw(Series("a", steps, first), Series("b", steps, [-1.0 + value / 2 for value in first]))
     assert "dasharray" not in "".join(styles(apart, PALETTE[1]))
+
+
+def test_of_a_long_curve_the_extremes_of_each_part_are_kept():
+    values = np.sin(np.arange(100_000) / 5000)
+    values[54_321], values[77_777], values[10_000:10_400] = 9.0, -9.0, np.nan
+    places = extremes(values, MAX_POINTS)
+    assert len(places) <= MAX_POINTS
+    assert {54_321, 77_777} <= set(places.tolist())
+    assert (np.diff(places) > 0).all()
+    assert np.isnan(values[places]).any()
+    assert extremes(values[:MAX_POINTS], MAX_POINTS).tolist() == [*range(MAX_POINTS)]
 
 
 def test_curves_of_one_colour_have_different_lines():

@@ -163,6 +163,16 @@ def test_a_response_with_an_unpaired_surrogate_does_not_stop_the_report(tmp_path
     assert "4 ?" in page(tmp_path, samples=[sample(1, response="4 \ud800")]).texts
 
 
+def test_the_size_of_the_page_does_not_grow_with_the_number_of_steps(tmp_path: Path):
+    names = ("actor/entropy", "timing_s/update", "timing_s/generate")
+    sizes = []
+    for num_steps in (600, 6000):
+        rows = [row(step, dict.fromkeys(names, float(step % 7))) for step in range(1, num_steps + 1)]
+        page(tmp_path, rows=rows)
+        sizes.append((tmp_path / "report.html").stat().st_size)
+    assert sizes[1] < 1.5 * sizes[0]
+
+
 def test_scores_are_not_on_the_axis_of_accuracies(tmp_path: Path):
     report = page(tmp_path, rows=[row(1, {"val/mean@4": 0.25, "val/score/mean@4": 3.5}, "validation")])
     assert report.headings == ["Held-out accuracy", "Held-out score"]

@@ -1,6 +1,7 @@
 import json
 import math
 import time
+import tracemalloc
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -76,6 +77,17 @@ def test_a_half_written_last_line_is_not_read_and_not_continued(tmp_path: Path):
     assert steps(path) == [("train", 1)]
     write(path, metrics_row(2))
     assert steps(path) == [("train", 1), ("train", 2)]
+
+
+def test_rows_are_read_without_the_text_of_their_lines(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(('{"step": 1' + " " * 10_000 + "}\n") * 1000)
+    tracemalloc.start()
+    try:
+        assert read_rows(path) == [{"step": 1}] * 1000
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_damaged_line_is_named(tmp_path: Path):

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from megatron_bapo.cli.main import app
 from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.figures import SECTIONS
+from megatron_bapo.metrics.plots import MAX_POINTS
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import MAX_BYTES
-from megatron_bapo.viewer.live import MAX_POINTS, config_differences, extremes
+from megatron_bapo.viewer.live import config_differences
 from megatron_bapo.viewer.server import opened
 from megatron_bapo.viewer.timeline import MAX_BARS, NUM_BUCKETS, loads, union_s
 from tests.unit.viewer.clients import SECRET, client_of
@@ -199,17 +200,6 @@ def test_a_line_that_is_too_long_is_refused_until_it_is_gone(tmp_path: Path, mon
         while not (answer := ask(client, "runs/0/timeline"))["is_all"]:
             pass
         assert [each["num"] for each in answer["engines"]] == [24, 24]
-
-
-def test_of_a_long_curve_the_extremes_of_each_part_are_kept() -> None:
-    values = np.sin(np.arange(100_000) / 5000)
-    values[54_321], values[77_777], values[10_000:10_400] = 9.0, -9.0, np.nan
-    places = extremes(values, MAX_POINTS)
-    assert len(places) <= MAX_POINTS
-    assert {54_321, 77_777} <= set(places.tolist())
-    assert (np.diff(places) > 0).all()
-    assert np.isnan(values[places]).any()
-    assert extremes(values[:MAX_POINTS], MAX_POINTS).tolist() == [*range(MAX_POINTS)]
 
 
 def test_a_long_run_is_thinned_and_zooming_shows_every_step(tmp_path: Path) -> None:

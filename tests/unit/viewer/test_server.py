@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -17,7 +19,7 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import MAX_BYTES
 from megatron_bapo.viewer.export import _MODULES, export
-from megatron_bapo.viewer.samples import MAX_TOKENS, Samples
+from megatron_bapo.viewer.samples import MAX_TOKENS, RowGroups, Samples
 from megatron_bapo.viewer.server import listen, opened
 from tests.unit.viewer.clients import SECRET, client_of
 from tests.unit.viewer.made_runs import HOSTILE, damage, group, prompt, sampled, small_run, write_step
@@ -238,6 +240,18 @@ def test_no_answer_is_larger_than_a_megabyte(tmp_path: Path) -> None:
         assert client.get(f"/{SECRET}/api/runs/0/steps/1/responses/0/tokens").json()["end"] <= MAX_TOKENS
         search = client.get(f"/{SECRET}/api/runs/0/steps/1/search", params={"text": "long"})
         assert search.json()["rows"] == [*range(800)]
+
+
+def test_row_groups_are_kept_as_long_as_they_are_small(tmp_path: Path) -> None:
+    table = pa.table({"text": ["x" * 1000] * 4})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
+    size = table.nbytes // 4
+    for max_bytes, numbers in ((0, [2]), (3 * size, [1, 0, 2]), (100 * size, [3, 1, 0, 2])):
+        kept = RowGroups(max_bytes)
+        for number in (0, 3, 1, 0, 2):
+            found = kept.row_group(tmp_path / "rows.parquet", 0, number, ("text",))
+            assert found == table.slice(number, 1)
+        assert [key[2] for key in kept.tables] == numbers
 
 
 def test_tokens_are_shown_as_numbers_without_a_tokenizer(tmp_path: Path) -> None:
