@@ -19,6 +19,7 @@ const KEYS = [
 ];
 
 let state = readState();
+let runs = [];
 let steps = [];
 /** What is loaded of the step; null until its first page has come. */
 let data = null;
@@ -188,7 +189,7 @@ const recoloured = (() => {
 })();
 
 function recolour() {
-  const measure = MEASURES[state.colour] ? state.colour : DEFAULTS.colour;
+  const measure = state.colour;
   const { diverging, least, show, label } = MEASURES[measure];
   const limit = limitOf(views.flatMap((view) => view.values(measure)), least);
   for (const view of views) view.colour(measure, limit);
@@ -355,10 +356,18 @@ async function openRun() {
   say(message ?? "");
 }
 
+/** The state in the URL, without values that nothing has. */
+function knownState() {
+  const given = readState();
+  const choices = { run: [...runs.keys()].map(String), colour: Object.keys(MEASURES), sort: Object.keys(SORTS) };
+  for (const [key, known] of Object.entries(choices)) if (!known.includes(given[key])) given[key] = DEFAULTS[key];
+  return given;
+}
+
 async function open() {
   const before = state.step;
   const { run } = state;
-  state = readState();
+  state = knownState();
   if (state.run !== run || !byId("run").textContent) await openRun();
   if (!steps.length) return;
   if (!steps.includes(Number(state.step)) || !state.step) state.step = String(steps.at(-1));
@@ -369,7 +378,7 @@ async function open() {
 }
 
 const start = guarded(async () => {
-  const runs = await source.runs();
+  runs = await source.runs();
   byId("run").textContent = "";
   byId("pages").hidden = !source.isLive;
   byId("run-choice").hidden = runs.length < 2;

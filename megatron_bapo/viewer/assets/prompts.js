@@ -23,8 +23,9 @@ export function clippedShare(columns, row) {
 
 /** Whether the response passes the filters; `found` are the rows with the text, or null. */
 export function passes(columns, row, state, found) {
-  const below = (value, limit) => limit !== "" && !(value >= Number(limit));
-  const above = (value, limit) => limit !== "" && !(value <= Number(limit));
+  const isNumber = (limit) => limit !== "" && !Number.isNaN(Number(limit));
+  const below = (value, limit) => isNumber(limit) && !(value >= Number(limit));
+  const above = (value, limit) => isNumber(limit) && !(value <= Number(limit));
   return !(
     below(columns.reward[row], state.rmin) ||
     above(columns.reward[row], state.rmax) ||

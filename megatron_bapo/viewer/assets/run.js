@@ -48,9 +48,10 @@ function set(changes) {
   writeState(state, NOTHING);
 }
 
+/** The ends of a range in the URL; null without one that the server knows, whose numbers have at most 12 digits. */
 function rangeOf(key) {
   const found = state[key].split("_").map(Number);
-  return found.length === 2 && found.every(Number.isFinite) && found[0] < found[1] ? found : null;
+  return found.length === 2 && found.every((each) => Math.abs(each) < 1e12) && found[0] < found[1] ? found : null;
 }
 
 function isHidden(index) {
@@ -67,7 +68,7 @@ async function loadFigures(run, index) {
   const parameters = { version: run.version };
   for (const [key, prefix] of [["steps", ""], ["warm", "warm_"]]) {
     const range = rangeOf(key);
-    if (range) Object.assign(parameters, { [`${prefix}start`]: range[0], [`${prefix}stop`]: range[1] });
+    if (range) Object.assign(parameters, { [`${prefix}start`]: range[0].toFixed(2), [`${prefix}stop`]: range[1].toFixed(2) });
   }
   const asked = JSON.stringify([state.steps, state.warm]);
   const found = await ask(`runs/${index}/figures`, parameters);
@@ -84,6 +85,7 @@ let unread = false;
 async function poll() {
   let isNew = false;
   unread = false;
+  byId("whole").hidden = !(state.steps || state.warm);
   const problems = [];
   for (const [index, run] of runs.entries()) {
     await reported(problems, run, async () => {
@@ -122,13 +124,13 @@ async function loadTimeline() {
   const range = rangeOf("time");
   const wanted = `${index} ${state.time}`;
   const version = shownTime.startsWith(`${wanted} `) ? shownTime.slice(wanted.length + 1) : "";
-  const found = await ask(`runs/${index}/timeline`, { version, ...(range && { start: range[0], stop: range[1] }) });
+  const found = await ask(`runs/${index}/timeline`, { version, ...(range && { start: range[0].toFixed(3), stop: range[1].toFixed(3) }) });
   if (wanted !== `${Number(state.timeline)} ${state.time}`) return [];
   unread ||= !found.is_all;
   if (version !== found.version) {
     shownTime = `${wanted} ${found.version}`;
     await released();
-    byId("whole-time").hidden = !range;
+    byId("whole-time").hidden = !state.time;
     showTimeline(found);
   }
   return found.problems;
@@ -201,7 +203,6 @@ function showFigures() {
       }
     }
   }
-  byId("whole").hidden = !(state.steps || state.warm);
   const wanted = [...sections.values()].flatMap((figures) => [...figures.keys()]);
   if (wanted.join("\n") !== laidOut) layOut(sections);
   laidOut = wanted.join("\n");
@@ -325,6 +326,7 @@ async function redraw() {
 }
 
 function showControls() {
+  if (!runs[Number(state.timeline)]) set({ timeline: NOTHING.timeline });
   showTheme(state.theme);
   if (runs.length > 1) runs.forEach((run, index) => run.button.setAttribute("aria-pressed", String(!isHidden(index))));
   byId("timeline-run").value = state.timeline;
@@ -384,7 +386,6 @@ async function start() {
     return { name, button, about, version: "", figures: new Map(), problems: [] };
   });
   document.title = `${runs.map((run) => run.name).join(", ")} · run`;
-  if (!runs[Number(state.timeline)]) set({ timeline: "0" });
   const choice = byId("timeline-run");
   choice.hidden = runs.length < 2;
   choice.append(...runs.map((run, index) => new Option(run.name, index)));

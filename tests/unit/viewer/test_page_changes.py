@@ -305,3 +305,30 @@ def test_a_damaged_step_leaves_the_others_in_a_comparison(
     ).wait_for()
     assert page.locator(".step-title").all_inner_texts() == ["Step 1 mean reward 0.5 · 4 responses"]
     page.close()
+
+
+@pytest.mark.parametrize("state", ["run=7", "run=length", "colour=constructor", "sort=constructor", "rmin=abc&cmin=-"])
+def test_a_link_with_values_that_nothing_has_opens_the_page_without_them(page: Page, url: str, state: str) -> None:
+    opened(page, url, f"step=1&{state}")
+    page.get_by_text("3 prompts, 12 responses", exact=True).wait_for()
+    page.locator("#legend .scale").wait_for()
+    assert page.locator("#message").inner_text() == ""
+    chosen = page.locator("#colour, #sort").evaluate_all("all => all.map(select => select.value)")
+    assert chosen == ["ratio", "order"]
+
+
+@pytest.mark.parametrize("state", ["steps=1e-7_5", "steps=abc&time=0_1e30", "steps=0_1e30", "timeline=9"])
+def test_a_link_with_an_odd_range_shows_the_figures_and_a_way_out(
+    page: Page, view: View, tmp_path: Path, state: str
+) -> None:
+    url = view(live_run(tmp_path / "run", num_steps=8, with_faults=False))
+    page.goto(f"{url}run.html#{state}")
+    page.locator("#timeline rect.request").first.wait_for()
+    assert last_step(page) == (5 if state.endswith("_5") else 8)
+    assert page.locator("#message").inner_text() == ""
+    if "steps" in state:
+        page.locator("#whole").click()
+        page.locator("#whole").wait_for(state="hidden")
+        page.wait_for_function("() => !location.hash.includes('steps')")
+    page.evaluate("location.hash = 'timeline=9'")
+    page.wait_for_url(re.compile("run.html#?$"))
