@@ -104,8 +104,8 @@ def test_a_run_that_diverges_to_nan_shows_it(tmp_path: Path):
 
 
 def test_a_metric_without_any_number_has_a_figure_that_says_so(tmp_path: Path):
-    rows = [row(step, {"actor/grad_norm": math.nan, "response_length/mean": 4.0}) for step in (1, 2)]
-    rows[0]["metrics"]["response_length/positive"] = rows[1]["metrics"]["response_length/positive"] = math.nan
+    metrics = {"actor/grad_norm": math.nan, "response_length/mean": 4.0, "response_length/positive": math.nan}
+    rows = [row(step, metrics) for step in (1, 2)]
     report = page(tmp_path, rows=rows)
     assert report.headings == ["Response length", "Gradient norm before clipping"]
     assert "NaN → NaN" in report.texts

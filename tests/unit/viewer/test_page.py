@@ -130,6 +130,7 @@ def test_clipped_and_rejected_tokens_are_marked(page: Page, url: str, run: Path)
 def test_the_legend_has_the_marks_that_the_responses_have(page: Page, view: View, tmp_path: Path) -> None:
     made = sampled("some words to mark", reward=1.0, advantage=1.0)
     marks = [16, 32, 8 | 32, 16 | 32]
+    assert made.figures is not None
     made.figures["marks"][: len(marks)] = marks
     plain = sampled("no marks", reward=1.0, advantage=1.0)
     write_step(tmp_path, 1, [group(0, prompt(0, "marked"), [made]), group(1, prompt(1, "plain"), [plain])])
