@@ -85,7 +85,6 @@ let unread = false;
 async function poll() {
   let isNew = false;
   unread = false;
-  byId("whole").hidden = !(state.steps || state.warm);
   const problems = [];
   for (const [index, run] of runs.entries()) {
     await reported(problems, run, async () => {
@@ -95,6 +94,7 @@ async function poll() {
     });
   }
   await released();
+  byId("whole").hidden = !(state.steps || state.warm);
   if (isNew) showFigures();
   const run = runs[Number(state.timeline)];
   await reported(problems, run, loadTimeline);
