@@ -22,13 +22,15 @@ _MAX_BETWEEN = 70
 _PERCENT = re.compile(r"(?:\s|~|\$|\\[)\] ,])*(?:\\?%|percent\b)")
 _MAX_DEPTH = 10
 """Most braces within braces of an answer: math-verify takes 1 s for `{{5}}` with 10 of them, and 38 s with 100."""
+_MAX_LENGTH = 10_000
+"""Most characters of an answer: math-verify takes quadratic time for repetitions."""
 
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{}, after those of boxes that form a list with it, joined by commas.
 
-    The content is empty if the box is, if it is not closed, or if it is nested too deeply to be read. None: no box. A
-    percent sign behind the box belongs to it.
+    The content is empty if the box is, if it is not closed, or if it is too long or too deeply nested to be read. A
+    percent sign behind the box belongs to it. None: no box.
     """
     boxes = list(_BOX.finditer(text))
     if not boxes:
@@ -46,8 +48,9 @@ def last_boxed(text: str) -> str | None:
         if (content := text[box.end() : end].strip()) not in contents[-1:]:
             contents.append(content)
         next_start = box.start()
-    is_readable = contents[0] and all(_depth(content) < _MAX_DEPTH for content in contents)
-    return ",".join(reversed(contents)) + percent if is_readable else ""
+    answer = ",".join(reversed(contents)) + percent
+    is_readable = contents[0] and len(answer) <= _MAX_LENGTH and _depth(answer) < _MAX_DEPTH
+    return answer if is_readable else ""
 
 
 def _closing_brace(text: str, start: int) -> int | None:

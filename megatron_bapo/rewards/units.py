@@ -19,9 +19,10 @@ _SHORT = (
 # Letters that cannot be a product of variables: `5 apples` and `5cm`, but not `5abcd` and `5 m`.
 _WORD = rf"(?:(?<![A-Za-z\\])(?:{_SHORT})|(?<=[\s~/(])[A-Za-z]{{4,}})(?![A-Za-z]){_EXPONENT}"
 _PART = rf"(?:{_IN_TEXT}|{_WORD})"
-_JOINT = rf"(?:{_SPACE}|[-/.*·()]|\\(?:cdot|times|Omega|mu)(?![a-z]))*"
-_UNIT_AT_END = re.compile(rf"{_SPACE}*{_PART}(?:{_JOINT}{_PART})*(?:\\Omega(?![a-z]))?[\s.)]*$")
-_QUANTITY = re.compile(r"[\w})\]!|'%]$")
+_TOKEN = re.compile(
+    rf"(?P<part>{_PART})|(?P<space>{_SPACE})|(?P<joint>[-/.*·()]|\\(?:cdot|times|Omega|mu)(?![a-z]))|.", re.DOTALL
+)
+_QUANTITY = re.compile(r"[\w})\]!|'%]")
 _UNIT_INSIDE = re.compile(rf"[0-9}}]{_SPACE}*{_PART}")
 # Words that change the value or hedge it.
 _NO_UNIT = re.compile(r"(?i)\b(?:and|or|but|not|maybe|if|unless|otherwise|squared|cubed|factorial|choose|times|mod)\b")
@@ -33,13 +34,19 @@ def without_unit(text: str) -> str:
 
     A unit consists of one or more \text{} or words. `and`, `or` and other words that change the value are no units.
     """
-    if not (unit := _UNIT_AT_END.search(text)):
-        return text
-    quantity = text[: unit.start()]
+    end, start = 0, None  # of the quantity, and of the unit
+    for token in _TOKEN.finditer(text):
+        if token.lastgroup == "part":
+            start = token.start() if start is None else start
+        elif token.lastgroup is None or (token.lastgroup == "joint" and start is None):
+            end, start = token.end(), None
+    quantity, unit = text[:end], "" if start is None else text[start:]
     is_number = re.search(r"[0-9]|\\(?:pi|infty|sqrt)", quantity)
-    has_words = re.search(r"(?<![A-Za-z\\])[A-Za-z]{2,}", quantity) or not unit[0].lstrip().startswith("\\")
-    is_formula = not has_words and not _STATEMENT.search(unit[0])
-    is_quantity = _QUANTITY.search(quantity) and (is_number or is_formula) and not _NO_UNIT.search(unit[0])
+    has_words = re.search(r"(?<![A-Za-z\\])[A-Za-z]{2,}", quantity) or not unit.startswith("\\")
+    is_formula = not has_words and not _STATEMENT.search(unit)
+    is_quantity = (
+        unit and _QUANTITY.fullmatch(quantity[-1:]) and (is_number or is_formula) and not _NO_UNIT.search(unit)
+    )
     return quantity if is_quantity else text
 
 

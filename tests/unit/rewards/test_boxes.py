@@ -40,6 +40,7 @@ LOOP = "So we get \\[ x = \\frac{1}{2}\n" + "The answer is \\boxed{5}.\n" * 20_0
         (LOOP, "5"),
         ("\\boxed{" * 20_000, ""),
         ("\\boxed{1} " * 20_000, "1"),
+        (f"\\boxed{{{'x ' * 20_000}}}", ""),
     ],
 )
 def test_the_last_box_is_found_with_those_of_its_list(text, content):
