@@ -6,6 +6,7 @@ A wrong response that scores 1 is worse than a right one that scores 0, because 
 import pytest
 
 from megatron_bapo.rewards.math_answer import compute_score
+from tests.unit.rewards.answers import pairs, score
 
 EQUAL = r"""
 0.\overline{3} | \frac{1}{3}
@@ -153,14 +154,6 @@ EXPLOITS = [
     (r"\boxed{42\%}", "0.5"),
     (r"\boxed{1=2=3=42}", "3"),
 ]
-
-
-def pairs(table):
-    return [tuple(line.split(" | ")) for line in table.strip().splitlines()]
-
-
-def score(answer, ground_truth):
-    return compute_score("math", rf"The answer is $\boxed{{{answer}}}$.", ground_truth)["score"]
 
 
 @pytest.mark.parametrize(("ground_truth", "answer"), pairs(EQUAL))

@@ -2,7 +2,7 @@ r"""Quantities with units. math-verify 0.9 cuts an answer at its first \text, an
 
 import pytest
 
-from megatron_bapo.rewards.math_answer import compute_score
+from tests.unit.rewards.answers import pairs, score
 
 EQUAL = r"""
 10 | 10~\text{m}
@@ -55,14 +55,6 @@ n \text{ is even} | n \text{ is odd}
 \sqrt{2}c | \sqrt{2}
 3 | 3 squared
 """
-
-
-def pairs(table):
-    return [tuple(line.split(" | ")) for line in table.strip().splitlines()]
-
-
-def score(answer, ground_truth):
-    return compute_score("math", rf"The answer is $\boxed{{{answer}}}$.", ground_truth)["score"]
 
 
 @pytest.mark.parametrize(("ground_truth", "answer"), pairs(EQUAL))
