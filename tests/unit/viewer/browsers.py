@@ -37,6 +37,13 @@ def served(*runs: Path) -> Iterator[str]:
             server.terminate()
 
 
+def opened(page: Page, url: str, state: str = "") -> Page:
+    """Open the page of rollouts and wait until a prompt is shown."""
+    page.goto(f"{url}#{state}")
+    page.locator("#prompt-text .id").wait_for()
+    return page
+
+
 def is_own(url: str) -> bool:
     return url.startswith(("http://127.0.0.1:", "file://", "blob:"))
 

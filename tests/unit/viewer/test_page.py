@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_bapo.run_directory import RunDirectory
-from tests.unit.viewer.browsers import IN_A_BROWSER, served, shoot
+from tests.unit.viewer.browsers import IN_A_BROWSER, opened, served, shoot
 from tests.unit.viewer.made_runs import HOSTILE, group, prompt, sampled, small_run, write_step
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(run: Path) -> Iterator[str]:
     yield from served(run)
-
-
-def opened(page: Page, url: str, state: str = "") -> Page:
-    page.goto(f"{url}#{state}")
-    page.locator("#prompt-text .id").wait_for()
-    return page
 
 
 def rows_of(run: Path, step: int) -> list[dict]:
