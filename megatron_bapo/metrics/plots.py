@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +30,10 @@ _INK, _QUIET, _GRID = "#33383D", "#6B7278", "#E7E9EB"
 _FEW_POINTS = 16
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
 """Line styles, each for as many curves as the palette has colours."""
+_WIDTH_IN, _HEIGHT_IN, _AXES_HEIGHT_IN = 5.6, 3.0, 2.5
+"""Size of a figure; one with a high legend is higher, so that its axes lose no more than a row to it."""
+_LINE = 55
+"""Characters of a name that fit on a line."""
 _STRIPE = 4.0
 """Length of a stripe in widths of the line."""
 _SAME = 0.005
@@ -38,6 +44,7 @@ STYLE: dict[Any, Any] = {
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10.5,
     "text.color": _INK,
+    "text.parse_math": False,
     "axes.labelcolor": _QUIET,
     "axes.edgecolor": "#C9CDD1",
     "axes.spines.left": False,
@@ -116,11 +123,11 @@ def curve_figure(
     """Plot the curves over steps and return an `<svg>` element; the same input gives the same text.
 
     `title` is the accessible name; the page writes it above the figure. `stacked` stacks the curves as areas and reads
-    NaN as 0. `target` is a dashed reference line. Several series get a legend.
+    NaN as 0. `target` is a dashed reference line. Several series get a legend, for which the figure grows.
     """
     # The salt keeps the ids of figures on the same HTML page distinct.
     with rc_context({**STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
-        figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), layout="constrained")
         axes = figure.add_subplot()
         if stacked:
             _plot_areas(axes, series)
@@ -139,9 +146,29 @@ def curve_figure(
         axes.set_xlabel("step")
         # A horizontal label above the axis is easier to read than a rotated one beside it.
         axes.set_title(y_label, loc="left", fontsize=10.5, color=_QUIET, pad=7)
-        if len(axes.get_legend_handles_labels()[0]) > 1:
-            figure.legend(loc="outside lower left", ncols=4)
-        return _svg(figure, title)
+        with warnings.catch_warnings():
+            # The page's fonts, which draw the names, may have characters that those which measure them lack.
+            warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                _add_legend(figure)
+            return _svg(figure, title)
+
+
+def _add_legend(figure: Figure) -> None:
+    """Write the names of the curves below the axes, in as many columns as fit, of up to four."""
+    for num_columns in (4, 3, 2, 1):
+        legend = figure.legend(loc="outside lower left", ncols=num_columns)
+        box = legend.get_window_extent()
+        if box.width <= figure.bbox.width or num_columns == 1:
+            figure.set_figheight(max(_HEIGHT_IN, _AXES_HEIGHT_IN + box.height / figure.dpi))
+            return
+        legend.remove()
+
+
+def _label(name: str) -> str:
+    """Return the name as the legend has it: in lines, and not hidden, as Matplotlib hides those that start with `_`."""
+    label = "\n".join(textwrap.wrap(name, _LINE)) or " "
+    return f" {label}" if label.startswith("_") else label
 
 
 def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
@@ -165,7 +192,7 @@ def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
                 np.where(kept, y, np.nan),
                 color=colour,
                 linestyle=(0, (_STRIPE, _STRIPE * num)) if num else dash,
-                label=None if num else curve.name,
+                label=None if num else _label(curve.name),
             )
         marked = _marked(y, log_y=log_y)
         for num in sorted(set(under[index][marked].tolist())):
@@ -210,7 +237,9 @@ def _plot_areas(axes: Axes, series: Sequence[Series]) -> None:
         values = dict(zip(curve.x, curve.y, strict=True))
         heights.append(np.nan_to_num([values.get(step, 0.0) for step in steps]))
     colours = [PALETTE[index % len(PALETTE)] for index in range(len(series))]
-    axes.stackplot(steps, heights, labels=[curve.name for curve in series], colors=colours, alpha=0.82, linewidth=0)
+    axes.stackplot(
+        steps, heights, labels=[_label(curve.name) for curve in series], colors=colours, alpha=0.82, linewidth=0
+    )
     axes.set_ylim(bottom=0)
 
 

@@ -278,7 +278,7 @@ def test_a_coroutine_that_blocks_or_ends_the_process_does_not_affect_other_calls
         calls = [pool.call({"answer": a}, f"prompt train:{i}") for i, a in enumerate(answers)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    found = in_pool(use, f"{module}:obey_at_once", timeout_s=0.5)
+    found = in_pool(use, f"{module}:obey_at_once", timeout_s=1.5)
     assert [found[0], found[2], found[3]] == [RIGHT] * 3
     if blocker == "segfault":
         assert isinstance(found[1], FunctionFailed)

@@ -56,6 +56,30 @@ def test_only_several_series_get_a_legend():
     assert {"reward", "entropy"} <= set(texts(draw(CURVE, Series("entropy", STEPS, STEPS))))
 
 
+@pytest.mark.parametrize("name", [r"a$\foo{$", "_hidden", "日本", "<b>"])
+def test_the_legend_has_every_name_as_it_is(name: str):
+    assert {name, "reward"} <= set(texts(draw(Series(name, STEPS, STEPS), CURVE)))
+
+
+def place(svg: str, text: str) -> tuple[float, float]:
+    (found,) = (e for e in ElementTree.fromstring(svg).iter(f"{SVG}text") if "".join(e.itertext()).strip() == text)
+    x, y = (float(found.get(key, "nan")) for key in "xy")
+    return x, y
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_long_names_are_below_one_another_and_leave_the_axes_their_height(stacked: bool):
+    short, long = "abcd", [f"an evaluation whose name is as long as a line, number {i}" for i in range(9)]
+    one_row, column = (
+        draw(*(Series(name, STEPS, STEPS) for name in names), stacked=stacked) for names in (short, long)
+    )
+    assert len({place(one_row, name)[1] for name in short}) == 1
+    assert len({place(column, name)[0] for name in long}) == 1
+    height = float(ElementTree.fromstring(column).get("viewBox", "").split()[3])
+    assert all(place(column, "step")[1] < place(column, name)[1] < height for name in long)
+    assert place(column, "step")[1] > 0.9 * place(one_row, "step")[1]
+
+
 def test_nan_leaves_a_gap():
     whole, broken = (draw(Series("a", STEPS, y)) for y in ([1, 2, 3, 4], [1, math.nan, 3, 4]))
     assert [curve.count("M") for curve in curves(whole)] == [1]
