@@ -5,6 +5,7 @@ Shapes: G groups, N trajectories per group, B = G N trajectories, T response tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -23,28 +24,20 @@ def estimate_advantages(
     settings: AlgorithmConfig,
     rewards_GN: Tensor,
     lengths_GN: Tensor,
-    penalties: Tensor | None,
+    penalties: Tensor | None = None,
     *,
     num_accepted: Tensor | None = None,
 ) -> Tensor:
     """Return the advantage of each trajectory, float64 [B], from rewards, lengths and penalties.
 
-    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory, and given as their sum [B].
-    Under `reinforce_plus_plus` they are given by token [T], and each one is subtracted from the return of its own token
-    and of every earlier token; the advantages are then those of the tokens, [T]. `num_accepted` are the numbers of
-    tokens, of each trajectory or of each token, that rollout correction accepts, by default all; it affects whitening
-    only.
+    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory, and given as their sum [B];
+    under `reinforce_plus_plus`, tokens have advantages of their own then (`token_returns`). `num_accepted` are the
+    numbers of tokens [B] that rollout correction accepts, by default all; it affects whitening only.
     """
-    estimator, lengths = settings.adv_estimator, lengths_GN.flatten()
-    if estimator == "reinforce_plus_plus" and penalties is not None:
-        parts = penalties.split(lengths.tolist())
-        returns_T = rewards_GN.flatten().repeat_interleave(lengths)
-        returns_T = returns_T - torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
-        return whiten(returns_T, torch.ones_like(returns_T) if num_accepted is None else num_accepted)
     if penalties is not None:
         rewards_GN = rewards_GN - penalties.view_as(rewards_GN)
-    counts = lengths if num_accepted is None else num_accepted
-    match estimator:
+    counts = lengths_GN.flatten() if num_accepted is None else num_accepted
+    match settings.adv_estimator:
         case "grpo":
             return group_relative_advantages(rewards_GN, norm_by_std=settings.norm_adv_by_std).flatten()
         case "rloo":
@@ -55,6 +48,16 @@ def estimate_advantages(
             return whiten(group_relative_advantages(rewards_GN, norm_by_std=False).flatten(), counts)
         case "function":
             return user_advantages(settings.adv_function or "")(rewards_GN, lengths_GN).flatten()
+
+
+def token_returns(rewards_B: Tensor, penalties_T: Tensor, lengths: list[int]) -> Tensor:
+    """Return the return [T] from each token on: the reward minus the penalties of this token and of all later ones.
+
+    `whiten` makes REINFORCE++ advantages of them. `lengths` are those of the B trajectories.
+    """
+    parts = zip(rewards_B, penalties_T.split(lengths), strict=True)
+    returns = [reward - part.flip(0).cumsum(0).flip(0) for reward, part in parts]
+    return torch.cat([penalties_T[:0], *returns])
 
 
 def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tensor:
@@ -82,19 +85,21 @@ def leave_one_out_advantages(rewards_GN: Tensor) -> Tensor:
     return group_relative_advantages(rewards_GN, norm_by_std=False) * (num / max(num - 1, 1))
 
 
-def whiten(values: Tensor, counts: Tensor) -> Tensor:
+def whiten(values: Tensor, counts: Tensor, total: Callable[[Tensor], Tensor] = torch.sum) -> Tensor:
     """Return REINFORCE++ advantages: values normalized over all tokens of the batch (arXiv 2501.03262).
 
     The values are returns-to-go (reward minus the sum of the penalties from this token on) or, with a baseline, the
     differences of the rewards from their group means. Each value is that of `counts` tokens: those of a trajectory, or
-    one. Every token has equal weight, and the variance is the unbiased one plus 1e-8, as in verl. Rejected tokens do
-    not count, and a value without any other is 0: in verl, rejection changes the response mask
+    one. The values may be those of a part of the batch if `total` returns sums over all of it.
+
+    Every token has equal weight, and the variance is the unbiased one plus 1e-8, as in verl. Rejected tokens do not
+    count, and a value without any other is 0: in verl, rejection changes the response mask
     (`compute_rollout_correction_and_add_to_batch` in `verl/trainer/ppo/rollout_corr_helper.py`) before the advantages
     are computed (`fit` in `verl/trainer/ppo/ray_trainer.py`), which `masked_whiten` normalizes over that mask.
     """
-    num_tokens = counts.sum()
-    centred = values - (values * counts).sum() / num_tokens
-    variance = (centred.square() * counts).sum() / (num_tokens - 1).clamp(min=1)
+    num_tokens = total(counts)
+    centred = values - total(values * counts) / num_tokens
+    variance = total(centred.square() * counts) / (num_tokens - 1).clamp(min=1)
     return (centred / (variance + VARIANCE_EPSILON).sqrt()).masked_fill(counts == 0, 0.0)
 
 

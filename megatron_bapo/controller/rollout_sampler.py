@@ -37,6 +37,7 @@ from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import BufferedGroup, Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer, text_of
+from megatron_bapo.trainer.batch_advantages import advantages_on_main
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
 
@@ -82,8 +83,9 @@ class RolloutSampler:
         figures_file = self._file() if self.groups.is_main else None
         for index in trace.starts:
             traced = trace.gather(index, self.groups)
+            advantages = advantages_on_main([examples[index]], self.groups)
             if traced is not None and figures_file is not None:
-                for array in (traced.columns, np.asarray(examples[index].advantage)):
+                for array in (traced.columns, *advantages):
                     np.save(figures_file, array, allow_pickle=False)
         if figures_file is None:
             return

@@ -21,6 +21,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.frozen_models import load_frozen_models
 from megatron_bapo.controller.run import Run, Timer, checkpoint, checkpoint_is_due
@@ -35,6 +37,7 @@ from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s,
 from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED
+from megatron_bapo.trainer.batch_advantages import advantages_on_main
 from megatron_bapo.trainer.export import export
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
@@ -171,8 +174,12 @@ def update_on_batch(
     """
     config = run.config
     examples, batch_metrics = make_examples(run.worker, run.frozen.reference, trajectories, run.frozen.teacher)
-    if run.recorder is not None and scored is not None:
-        run.recorder.write_rollouts(run.state, scored, [example.token_advantages for example in examples])
+    if config.logging.dump_rollouts:
+        advantages = advantages_on_main(examples, run.worker.groups)
+        if run.recorder is not None and scored is not None:
+            pairs = zip(advantages, trajectories, strict=True)
+            by_token = [np.broadcast_to(advantage, trajectory.num_sampled) for advantage, trajectory in pairs]
+            run.recorder.write_rollouts(run.state, scored, by_token)
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     fresh_rollout = is_fresh(run, scored, trajectories)

@@ -33,7 +33,7 @@ class Example:
 
     trajectory: Trajectory
     advantage: float | np.ndarray
-    """Advantage of all sampled tokens, or of each one [S]."""
+    """Advantage of all sampled tokens, or of each one [S]; then NaN where this rank does not have the tokens."""
     weight: float
     """Loss weight of each sampled token, including the normalization over the global minibatch."""
     proximal_log_probs: np.ndarray | None = None
@@ -48,6 +48,8 @@ class Example:
     """Number of sampled tokens that it accepts, also of a trajectory whose weights this rank does not have."""
     correction_sum: float | None = None
     """Sum of its weights, likewise."""
+    token_advantage_sums: tuple[float, float] | None = None
+    """Its `advantage_sums` if tokens have advantages of their own, likewise."""
     recorded: tuple[int, ...] = ()
     """Indices of the sampled tokens that the token reservoir keeps."""
     traced_at: int | None = None
@@ -63,9 +65,21 @@ class Example:
         return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
-    def token_advantages(self) -> np.ndarray:
-        """Advantages [S] of the sampled tokens, float64."""
-        return np.broadcast_to(np.asarray(self.advantage), self.trajectory.num_sampled)
+    def advantage_sums(self) -> tuple[float, float]:
+        """Sums of c A over the sampled tokens with A > 0, and of c |A| over the others; c is the rollout correction."""
+        if self.token_advantage_sums is not None:
+            return self.token_advantage_sums
+        assert not isinstance(self.advantage, np.ndarray), "advantages of tokens come with their sums"
+        total = self.advantage * self.num_corrected_tokens
+        return max(total, 0.0), max(-total, 0.0)
+
+    @property
+    def advantage_sign(self) -> float:
+        """A number with the sign of the advantage, or of its sum over the tokens, which count by their correction."""
+        if not isinstance(self.advantage, np.ndarray):
+            return self.advantage
+        positive, negative = self.advantage_sums
+        return positive - negative
 
     @property
     def num_trained_tokens(self) -> int:

@@ -23,7 +23,7 @@ from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example, input_positions
 from megatron_bapo.trainer.scatter_routes import members_of_messages
 from megatron_bapo.trainer.token_values import for_own_trajectories
-from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
+from megatron_bapo.trainer.trajectory_values import indices_with_tokens
 from megatron_bapo.trainer.worker import Worker, gather_log_probs, score
 
 MESSAGE_BYTES = 64 << 20

@@ -74,8 +74,6 @@ def _indices_by_replica(
     worker: Worker, trajectories: Sequence[Trajectory], batches: Sequence[Sequence[int]], in_groups: bool
 ) -> list[np.ndarray]:
     """Return for each replica the indices of the trajectories in its micro-batches, int32 in ascending order."""
-    if worker.config.algorithm.has_token_advantages:  # which are normalized over the tokens of the whole batch
-        return [np.arange(len(trajectories), dtype=np.int32)] * worker.groups.data.size
     numbers = worker.config.group_numbers(len(trajectories)) if in_groups else [None] * len(trajectories)
     examples = [Example(each, 0.0, 0.0, group=group) for each, group in zip(trajectories, numbers, strict=True)]
     by_replica: list[set[int]] = [set() for _ in range(worker.groups.data.size)]

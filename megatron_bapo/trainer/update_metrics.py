@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-import numpy as np
 import torch
 
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, Outcome
@@ -86,8 +85,8 @@ def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
     """
     present = [e for e in examples if e.weight != 0]
     lengths = {
-        "positive": [len(e.trajectory.response_token_ids) for e in present if np.mean(e.advantage) > 0],
-        "negative": [len(e.trajectory.response_token_ids) for e in present if np.mean(e.advantage) < 0],
+        "positive": [len(e.trajectory.response_token_ids) for e in present if e.advantage_sign > 0],
+        "negative": [len(e.trajectory.response_token_ids) for e in present if e.advantage_sign < 0],
     }
     return {f"response_length/{sign}": Mean(sum(values), len(values)) for sign, values in lengths.items()}
 

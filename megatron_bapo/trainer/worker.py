@@ -33,7 +33,7 @@ from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.speculation import Speculation
 from megatron_bapo.trainer.token_values import for_own_trajectories
-from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
+from megatron_bapo.trainer.trajectory_values import indices_with_tokens
 
 packed = lru_cache(maxsize=16)(pack)
 """`pack`, which takes seconds for thousands of trajectories, and gets the same lengths from each pass over a batch."""

@@ -28,6 +28,7 @@ from megatron_bapo.parallel.collectives import barrier, gather_objects
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer import rollout_batch
+from megatron_bapo.trainer.batch_advantages import advantages_on_main
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
@@ -52,7 +53,7 @@ def with_kept_tokens(trajectory: Trajectory, vocab_size: int) -> Trajectory:
 
 def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
     """Return every per-token array of the batch, without placeholders."""
-    names = ("advantage", "proximal_log_probs", "reference_log_probs", "teacher_log_probs", "correction_weights")
+    names = ("proximal_log_probs", "reference_log_probs", "teacher_log_probs", "correction_weights")
     return {
         f"{name}.{index}": torch.from_numpy(np.array(value))
         for index, example in enumerate(examples)
@@ -95,9 +96,11 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     examples, metrics = rollout_batch.make_examples(worker, reference, trajectories, teacher)
     held = [i for i, trajectory in enumerate(trajectories) if np.isfinite(trajectory.behaviour_log_probs).all()]
     (out / f"held-{groups.global_rank}.json").write_text(json.dumps({"replica": groups.data.rank, "held": held}))
+    advantages = advantages_on_main(examples, groups)
     whole = {name: value for part in gather_objects(arrays(examples), groups.data) for name, value in part.items()}
     if groups.is_main:
-        save_file(whole, out / "examples.safetensors")
+        named = {f"advantage.{i}": torch.from_numpy(np.array(each)) for i, each in enumerate(advantages)}
+        save_file(whole | named, out / "examples.safetensors")
         (out / "gradients").mkdir()
     barrier(groups)
     learned, found = rollout_batch.minibatches(config, trajectories, step=0)[0], {"batch": scalars(metrics)}

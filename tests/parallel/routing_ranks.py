@@ -34,7 +34,7 @@ from megatron_bapo.trainer import rollout_batch
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_trace import TokenTrace
-from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
+from megatron_bapo.trainer.trajectory_values import indices_with_tokens
 from megatron_bapo.trainer.worker import create_worker
 
 NOISE = 0.5

@@ -59,6 +59,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         },
         "adv_estimator": "reinforce_plus_plus",
         "kl_reward_coef": 0.05,
+        "min_positive_loss_share": 0.6,
         "overlong": {"mode": "filter"},
     },
     "share-corrected": {
@@ -211,13 +212,26 @@ def test_a_trace_has_the_first_update_of_each_trajectory(results: Path, algorith
     assert is_marked == (ALGORITHMS[algorithm]["objective"] != "sapo")
 
 
+def held(results: Path, name: str) -> list[list[int]]:
+    """Return the trajectories of each replica, which all its ranks have."""
+    ranks = [json.loads(file.read_text()) for file in sorted((results / name).glob("held-*.json"))]
+    replicas = [next(rank["held"] for rank in ranks if rank["replica"] == replica) for replica in (0, 1)]
+    assert [rank["held"] for rank in ranks] == [replicas[rank["replica"]] for rank in ranks]
+    return replicas
+
+
 @pytest.mark.parametrize("layout", REPLICAS)
 def test_each_replica_has_the_tokens_of_its_own_trajectories(results: Path, layout: str) -> None:
-    ranks = [json.loads(file.read_text()) for file in sorted((results / f"gspo-{layout}").glob("held-*.json"))]
-    second = next(rank["held"] for rank in ranks if rank["replica"] == 1)
-    first = sorted({*range(NUM_EXAMPLES)} - {*second})
+    first, second = held(results, f"gspo-{layout}")
     assert 0 < len(second) < NUM_EXAMPLES
-    assert [rank["held"] for rank in ranks] == [[first, second][rank["replica"]] for rank in ranks]
+    assert first == sorted({*range(NUM_EXAMPLES)} - {*second})
+
+
+@pytest.mark.parametrize("layout", REPLICAS)
+def test_no_replica_has_the_whole_batch_where_tokens_have_advantages_of_their_own(results: Path, layout: str) -> None:
+    first, second = held(results, f"decoupled-{layout}")
+    assert {*first, *second} == {*range(NUM_EXAMPLES)}
+    assert max(len(first), len(second)) < NUM_EXAMPLES
 
 
 @pytest.mark.parametrize("layout", ["one-process", *SEVERAL_RANKS])

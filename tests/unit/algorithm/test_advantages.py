@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 
-from megatron_bapo.algorithm.advantages import estimate_advantages, group_relative_advantages, overlong_penalty
+from megatron_bapo.algorithm.advantages import (
+    estimate_advantages,
+    group_relative_advantages,
+    overlong_penalty,
+    token_returns,
+    whiten,
+)
 from megatron_bapo.config.algorithm import AlgorithmConfig
 
 BUILT_IN = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -83,11 +89,12 @@ def expected_advantages(estimator: str, penalties: torch.Tensor | None) -> list[
 @pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["plain", "penalties"])
 @pytest.mark.parametrize("estimator", BUILT_IN)
 def test_every_estimator_matches_its_definition(estimator: str, penalties: torch.Tensor | None) -> None:
-    given, by_token = penalties, estimator == "reinforce_plus_plus" and penalties is not None
-    if penalties is not None and not by_token:
-        given = torch.stack([part.sum() for part in penalties.split(LENGTHS.flatten().tolist())])
-    found = estimate_advantages(settings(estimator), REWARDS, LENGTHS, given)
-    if not by_token:
+    lengths = LENGTHS.flatten().tolist()
+    if estimator == "reinforce_plus_plus" and penalties is not None:
+        found = whiten(token_returns(REWARDS.flatten(), penalties, lengths), torch.ones(23))
+    else:
+        sums = None if penalties is None else torch.stack([part.sum() for part in penalties.split(lengths)])
+        found = estimate_advantages(settings(estimator), REWARDS, LENGTHS, sums)
         assert found.shape == (6,)
         found = found.repeat_interleave(LENGTHS.flatten())
     assert found.tolist() == pytest.approx(expected_advantages(estimator, penalties), rel=1e-11)
@@ -123,12 +130,26 @@ def test_whitening_takes_its_mean_and_variance_from_the_accepted_tokens(estimato
 
 def test_whitening_of_penalized_tokens_leaves_out_the_rejected_ones() -> None:
     accepted = torch.arange(23) % 3 != 1
-    found = estimate_advantages(settings("reinforce_plus_plus"), REWARDS, LENGTHS, PENALTIES, num_accepted=accepted)
+    found = whiten(token_returns(REWARDS.flatten(), PENALTIES, LENGTHS.flatten().tolist()), accepted.double())
     everything = itertools.chain(*trajectories(PENALTIES))
     returns = [reward - sum(costs[t:]) for reward, costs in everything for t in range(len(costs))]
     kept = [value for value, is_accepted in zip(returns, accepted.tolist(), strict=True) if is_accepted]
     assert found[accepted].tolist() == pytest.approx(standardised(kept), rel=1e-11)
     assert found[~accepted].tolist() == [0.0] * int((~accepted).sum())
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 23), (0, 7), (7, 23), (23, 23)])
+def test_a_part_of_the_tokens_is_whitened_as_in_the_whole_batch(start: int, end: int) -> None:
+    returns, accepted = token_returns(REWARDS.flatten(), PENALTIES, LENGTHS.flatten().tolist()), torch.arange(23) % 3
+    whole_sums: list[torch.Tensor] = []
+
+    def noted(values: torch.Tensor) -> torch.Tensor:
+        whole_sums.append(values.sum())
+        return whole_sums[-1]
+
+    whole = whiten(returns, accepted, noted)
+    sums = iter(whole_sums)
+    assert whiten(returns[start:end], accepted[start:end], lambda _: next(sums)).equal(whole[start:end])
 
 
 def test_whitening_without_an_accepted_token_gives_zeros() -> None:

@@ -55,11 +55,23 @@ def test_rejected_tokens_are_excluded_from_the_loss_normalization_as_in_verl() -
     assert weights["seq-mean-token-sum-norm"] == pytest.approx([1 / (4 * 100)] * 4)
 
 
+def token_advantages(e: Example) -> np.ndarray:
+    return np.broadcast_to(e.advantage, e.trajectory.num_sampled)
+
+
+def with_random_advantages(e: Example, rng: np.random.Generator) -> Example:
+    """Return the example with advantages of its tokens and with their sums."""
+    advantages = rng.normal(-0.5, 1.0, e.trajectory.num_sampled)
+    gains = advantages if e.correction_weights is None else advantages * e.correction_weights
+    sums = float(gains[gains > 0].sum()), -float(gains[gains < 0].sum())
+    return dataclasses.replace(e, advantage=advantages, token_advantage_sums=sums)
+
+
 def positive_share(examples: list[Example]) -> float:
     """Return P / (P + N), with P and N summed token by token, as the loss has them at ratio 1."""
     sums = {True: 0.0, False: 0.0}
     for e in examples:
-        for t, advantage in enumerate(e.token_advantages):
+        for t, advantage in enumerate(token_advantages(e)):
             correction = 1.0 if e.correction_weights is None else e.correction_weights[t]
             sums[advantage > 0] += e.weight * correction * abs(advantage)
     return sums[True] / (sums[True] + sums[False])
@@ -71,10 +83,10 @@ def test_positive_advantages_get_their_minimum_share_of_the_loss_by_one_factor(
     mode: LossAggMode, by_token: bool
 ) -> None:
     examples = [example(3, 1.5), example(2, 0.5), example(9, -1.0), example(4, 0.0), example(30, -2.0)]
+    examples[2] = dataclasses.replace(examples[2], correction_weights=np.where(np.arange(9) < 5, 2.0, 0.0))
     if by_token:
         rng = np.random.default_rng(0)
-        examples = [dataclasses.replace(e, advantage=rng.normal(-0.5, 1.0, e.trajectory.num_sampled)) for e in examples]
-    examples[2] = dataclasses.replace(examples[2], correction_weights=np.where(np.arange(9) < 5, 2.0, 0.0))
+        examples = [with_random_advantages(e, rng) for e in examples]
     without = found(examples, mode)
     assert positive_share(without) < 0.45
 
@@ -82,9 +94,9 @@ def test_positive_advantages_get_their_minimum_share_of_the_loss_by_one_factor(
 
     assert positive_share(scaled) == pytest.approx(0.45)
     ratios = np.concatenate(
-        [b.token_advantages / a.token_advantages for a, b in zip(without, scaled, strict=True) if np.any(a.advantage)]
+        [token_advantages(b) / token_advantages(a) for a, b in zip(without, scaled, strict=True) if np.any(a.advantage)]
     )
-    is_positive = np.concatenate([a.token_advantages for a in without if np.any(a.advantage)]) > 0
+    is_positive = np.concatenate([token_advantages(a) for a in without if np.any(a.advantage)]) > 0
     assert np.ptp(ratios[is_positive]) < 1e-9
     assert set(ratios[~is_positive]) == {1.0}
     assert [e.weight for e in scaled] == [e.weight for e in without]
