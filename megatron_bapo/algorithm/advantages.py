@@ -24,7 +24,7 @@ def estimate_advantages(
     settings: AlgorithmConfig,
     rewards_GN: Tensor,
     lengths_GN: Tensor,
-    penalties: Tensor | None = None,
+    penalties: Tensor | None,
     *,
     num_accepted: Tensor | None = None,
 ) -> Tensor:

@@ -142,7 +142,7 @@ class RolloutSampler:
 
         def response(trajectory: Trajectory) -> SampledResponse:
             traced = TracedTrajectory(np.load(figures_file, allow_pickle=False))
-            advantages = np.broadcast_to(np.load(figures_file, allow_pickle=False), trajectory.num_sampled)
+            advantages = np.load(figures_file, allow_pickle=False)
             if not traced.update:
                 return SampledResponse(trajectory, advantages)
             figures, (low, high) = traced.figures, traced.clip_bounds

@@ -21,8 +21,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.frozen_models import load_frozen_models
 from megatron_bapo.controller.run import Run, Timer, checkpoint, checkpoint_is_due
@@ -177,9 +175,7 @@ def update_on_batch(
     if config.logging.dump_rollouts:
         advantages = advantages_on_main(examples, run.worker.groups)
         if run.recorder is not None and scored is not None:
-            pairs = zip(advantages, trajectories, strict=True)
-            by_token = [np.broadcast_to(advantage, trajectory.num_sampled) for advantage, trajectory in pairs]
-            run.recorder.write_rollouts(run.state, scored, by_token)
+            run.recorder.write_rollouts(run.state, scored, advantages)
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     fresh_rollout = is_fresh(run, scored, trajectories)

@@ -97,15 +97,15 @@ def _with_token_advantages(
 
 
 def advantages_on_main(examples: Sequence[Example], groups: ParallelGroups) -> list[np.ndarray]:
-    """Return the advantage of each example, or those of its tokens [S], float64, on the main rank. Collective.
+    """Return the advantages [S] of each example's sampled tokens, float64, on the main rank. Collective.
 
     The result on all other ranks is undefined.
     """
+    lengths = [example.trajectory.num_sampled for example in examples]
     by_token = {i: e.advantage for i, e in enumerate(examples) if isinstance(e.advantage, np.ndarray)}
     if not by_token:
-        return [np.asarray(example.advantage) for example in examples]
+        return [np.broadcast_to(e.advantage, length) for e, length in zip(examples, lengths, strict=True)]
     own = indices_with_tokens([example.trajectory for example in examples])
-    lengths = [example.trajectory.num_sampled for example in examples]
     return on_main_rank({i: by_token[i] for i in own}, lengths, groups)
 
 

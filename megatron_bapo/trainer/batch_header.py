@@ -94,6 +94,11 @@ def placeholders(
     return _fields(prompt, response, log_probs, kept, log_probs if has_teacher else None, mask) | {"routes": None}
 
 
+def is_placeholder(array: np.ndarray) -> bool:
+    """Return whether all the array has is one value, which stands for those that this rank does not have."""
+    return array.strides == (0,)
+
+
 def without_tokens(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with placeholders for its arrays."""
     lengths, has_teacher = map(len, _arrays(trajectory)), trajectory.teacher_log_probs is not None

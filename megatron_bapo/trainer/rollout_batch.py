@@ -20,6 +20,7 @@ from megatron_bapo.metrics.values import Mean, Metric
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.batch_advantages import shaped_rewards, with_advantages
+from megatron_bapo.trainer.batch_header import is_placeholder
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.recorded_routes import score_and_record
 from megatron_bapo.trainer.trajectory_values import (
@@ -169,7 +170,7 @@ def _scaled(example: Example, factor: float) -> Example:
     if not isinstance(advantage, np.ndarray):
         return replace(example, advantage=factor * advantage if advantage > 0.0 else advantage)
     positive, negative = example.advantage_sums
-    if advantage.strides != (0,):
+    if not is_placeholder(advantage):
         advantage = np.where(advantage > 0.0, factor * advantage, advantage)
     return replace(example, advantage=advantage, token_advantage_sums=(factor * positive, negative))
 

@@ -15,11 +15,12 @@ from megatron_bapo.parallel.collectives import max_over, sum_over, sum_to_main
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory
+from megatron_bapo.trainer.batch_header import is_placeholder
 
 
 def indices_with_tokens(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return the indices of the trajectories that have more than the placeholders of `batch_header.py`."""
-    return [i for i, trajectory in enumerate(trajectories) if trajectory.response_token_ids.strides != (0,)]
+    return [i for i, trajectory in enumerate(trajectories) if not is_placeholder(trajectory.response_token_ids)]
 
 
 def on_every_rank(own_K: Tensor, own: Sequence[int], num: int, groups: ParallelGroups) -> Tensor:
@@ -48,7 +49,8 @@ def on_main_rank(own: Mapping[int, np.ndarray], lengths: Sequence[int], groups: 
         if is_first[index] and groups.context.rank == 0:  # context-parallel ranks have the same trajectories
             values_S += torch.from_numpy(own[index]).to(local_device())
         sum_to_main(values_S, groups)
-        gathered += [values_S.cpu().numpy()] * groups.is_main
+        if groups.is_main:
+            gathered.append(values_S.cpu().numpy())
     return gathered
 
 

@@ -354,7 +354,7 @@ def test_the_first_update_of_masked_sapo_has_the_gradient_of_plain_torch(results
         with torch.no_grad():
             log_reference = sampled_log_probs(reference, example.trajectory)
         log_ratio = log_p - torch.from_numpy(example.trajectory.behaviour_log_probs)
-        advantage = advantages[f"advantage.{index}"].item()
+        (advantage,) = set(advantages[f"advantage.{index}"].tolist())
         masked = advantage < 0 and -log_ratio.mean().item() > settings["off_policy_mask_threshold"]
         tau = 1.0 if advantage > 0 else 1.05
         gain = (4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantage * (not masked)).mean()
@@ -386,7 +386,7 @@ def test_the_first_update_over_kept_tokens_has_the_gradient_of_plain_torch(resul
         entropy = -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
         own, theirs = (each.gather(1, response[:, None])[:, 0] for each in (log_p, log_reference.detach()))
         ratio = (own - torch.from_numpy(example.trajectory.behaviour_log_probs)).exp()
-        advantage = advantages[f"advantage.{index}"].item()
+        (advantage,) = set(advantages[f"advantage.{index}"].tolist())
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         divergence = (theirs - own).exp() - 1 - (theirs - own)
         ((0.2 * divergence - gain - 0.05 * entropy).sum() / num_tokens).backward()
