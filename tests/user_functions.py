@@ -55,6 +55,11 @@ def wrong_shapes(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: 
     return log_ratio @ torch.ones(3, 3)
 
 
+def unlikelihood(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Infinite at a log-prob of 0, which tokens without a part in the loss have."""
+    return torch.where(advantages > 0, log_ratio * advantages, -advantages * torch.log1p(-log_probs.exp()))
+
+
 def few_arguments(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return log_ratio * advantages
 

@@ -18,6 +18,8 @@ STD_EPSILON: Final = 1e-6
 """`epsilon` of verl's `compute_grpo_outcome_advantage`."""
 VARIANCE_EPSILON: Final = 1e-8
 """Epsilon of verl's `masked_whiten`."""
+ROUNDING: Final = 1e-12
+"""Rewards of a group are equal if they differ by no more than this share of the largest."""
 
 
 def estimate_advantages(
@@ -64,11 +66,13 @@ def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tenso
     """Return GRPO advantages [G, N]: reward minus group mean, divided by the group standard deviation if `norm_by_std`.
 
     Source: arXiv 2402.03300, section 4.1.2; without the standard deviation, Dr. GRPO (arXiv 2503.20783). The standard
-    deviation is the unbiased one plus 1e-6, as in verl (`core_algos.py`). A group of equal rewards, which includes a
-    group of one, gets exactly 0.
+    deviation is the unbiased one plus 1e-6, as in verl (`core_algos.py`). A group of rewards that are equal up to
+    rounding, such as 0.3 and 0.1 + 0.2, gets exactly 0, and so does a group of one.
     """
     # In floating point the mean of equal rewards may differ from them; the mean of zeros is exactly zero.
     relative_GN = rewards_GN - rewards_GN[:, :1]
+    rounding_G1 = ROUNDING * rewards_GN.abs().amax(dim=1, keepdim=True)
+    relative_GN = relative_GN.masked_fill(relative_GN.abs() <= rounding_G1, 0.0)
     centred_GN = relative_GN - relative_GN.mean(dim=1, keepdim=True)
     if not norm_by_std:
         return centred_GN
@@ -98,7 +102,9 @@ def whiten(values: Tensor, counts: Tensor, total: Callable[[Tensor], Tensor] = t
     are computed (`fit` in `verl/trainer/ppo/ray_trainer.py`), which `masked_whiten` normalizes over that mask.
     """
     num_tokens = total(counts)
-    centred = values - total(values * counts) / num_tokens
+    centred = values
+    for _ in range(2):  # what rounding leaves of equal values after the first time is exactly 0 after the second
+        centred = centred - total(centred * counts) / num_tokens
     variance = total(centred.square() * counts) / (num_tokens - 1).clamp(min=1)
     return (centred / (variance + VARIANCE_EPSILON).sqrt()).masked_fill(counts == 0, 0.0)
 

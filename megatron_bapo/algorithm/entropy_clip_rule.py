@@ -2,7 +2,7 @@
 
 The rule considers one state: a softmax policy p with a free logit for each of V actions, advantages A with E_p[A] = 0,
 and ratios r to the behaviour policy. The clip leaves a token its gradient (X = 1) if A > 0 and r < high, or A < 0 and
-r > low. The gradient of the clipped objective with respect to the logits is p (A X + C), where C = -E_p[A X] is the sum
+r > low; with the dual clip (`clip_ratio_c`), r must also be below c where A < 0. The gradient of the clipped objective with respect to the logits is p (A X + C), where C = -E_p[A X] is the sum
 of p A over the tokens without a gradient. A small step d of the logits changes the entropy by -Cov_p(log p, d). Per
 unit of the learning rate this gives
 
@@ -27,9 +27,11 @@ from megatron_bapo.algorithm.importance import clamped_log_ratio
 Form = Literal["gradient", "printed"]
 
 
-def has_gradient(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+def has_gradient(
+    ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float, clip_ratio_c: float = float("inf")
+) -> Tensor:
     """Return X of Eq. 7 as booleans: whether the clip leaves each token its gradient."""
-    return ((advantages > 0) & (ratio < high)) | ((advantages < 0) & (ratio > low))
+    return ((advantages > 0) & (ratio < high)) | ((advantages < 0) & (ratio > low) & (ratio < clip_ratio_c))
 
 
 @torch.no_grad()
@@ -41,6 +43,7 @@ def sampled_entropy_change(
     low: Tensor,
     high: Tensor,
     form: Form,
+    clip_ratio_c: float = float("inf"),
 ) -> Tensor:
     """Estimate from each sampled token the entropy change of its state per unit of the learning rate, float64 [N].
 
@@ -53,7 +56,8 @@ def sampled_entropy_change(
     """
     log_probs_N = log_probs_N.double()
     ratio_N = clamped_log_ratio(log_probs_N - behaviour_log_probs_N).exp()
-    estimate_N = -ratio_N * (log_probs_N + entropy_N) * advantages_N * has_gradient(ratio_N, advantages_N, low, high)
+    gain_N = advantages_N * has_gradient(ratio_N, advantages_N, low, high, clip_ratio_c)
+    estimate_N = -ratio_N * (log_probs_N + entropy_N) * gain_N
     if form == "gradient":
         estimate_N = estimate_N * log_probs_N.exp()
     return estimate_N.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

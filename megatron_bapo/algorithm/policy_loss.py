@@ -161,6 +161,7 @@ def _objective_loss(
         high,
         settings,
     )
+    value_T = value_T.masked_fill(excluded_T, 0.0)  # the user's objective may be infinite there
     if tokens.correction_T is not None:
         value_T = value_T * tokens.correction_T.masked_fill(excluded_T, 0.0)
     return -(tokens.weights_T.masked_fill(excluded_T, 0.0) * value_T).sum()
@@ -208,6 +209,7 @@ def policy_statistics(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> PolicyLossSums:
     """Return statistics of `policy_loss` on the same tokens."""
+    regularized_T = usable_tokens(log_probs_T - tokens.behaviour_log_probs_T, tokens)
     tokens = _advantaged(log_probs_T, tokens, settings)
     clipped = clipped_tokens(log_probs_T, tokens, low, high, settings)
     usable_T, ratio_T = clipped.usable_T, clipped.ratio_T
@@ -219,8 +221,8 @@ def policy_statistics(
     surrogate_T = _surrogate(ratio_T, gain_T, low, high, settings)
     kl_loss = num_kl_dropped = teacher_kl = num_teacher_dropped = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef and tokens.reference_log_probs_T is not None:
-        kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~usable_T, 0.0), settings).double()
-        num_kl_dropped = _count(usable_T & (log_probs_T - tokens.reference_log_probs_T).isnan())
+        kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~regularized_T, 0.0), settings).double()
+        num_kl_dropped = _count(regularized_T & (log_probs_T - tokens.reference_log_probs_T).isnan())
     if tokens.teacher_log_probs_T is not None:
         toward_T = toward_teacher(log_probs_T, tokens).advantages_T
         teacher_kl = -toward_T.masked_fill(~usable_T | toward_T.isnan(), 0.0).double().sum()
@@ -260,7 +262,12 @@ def _surrogate(ratio_T: Tensor, gain_T: Tensor, low: Tensor, high: Tensor, setti
     if objective is soft_gated:
         return soft_gated(ratio_T.log(), ratio_T, gain_T, low, high, settings)
     clipped_T = ratio_T.clamp(low, high) * gain_T
-    return clipped_T if objective is clipped_weight else torch.minimum(ratio_T * gain_T, clipped_T)
+    if objective is clipped_weight:
+        return clipped_T
+    surrogate_T = torch.minimum(ratio_T * gain_T, clipped_T)
+    if settings.clip_ratio_c is None:
+        return surrogate_T
+    return torch.where(gain_T < 0, surrogate_T.maximum(settings.clip_ratio_c * gain_T), surrogate_T)
 
 
 def contribution_weights(weights_T: Tensor, correction_T: Tensor | None, settings: AlgorithmConfig) -> Tensor | None:

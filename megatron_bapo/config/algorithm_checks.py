@@ -40,17 +40,19 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c} has no use with algorithm.objective=cispo, whose weights "
             "are clipped at 1 + clip_ratio_high already; remove clip_ratio_c"
         )
-    if algorithm.objective in ("sapo", "function"):
-        unclipped = {
-            f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None,
-            "logging.entropy_clip_rule=true": config.logging.entropy_clip_rule,
-        }
-        for setting, is_given in unclipped.items():
-            if is_given:
-                yield (
-                    f"{setting} is about PPO's clipping, which algorithm.objective={algorithm.objective} does not use; "
-                    "remove it"
-                )
+    is_unclipped = algorithm.objective in ("sapo", "function")
+    of_ppo = {
+        f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None and is_unclipped,
+        "logging.entropy_clip_rule=true": (
+            config.logging.entropy_clip_rule and (is_unclipped or algorithm.objective in ("cispo", "gspo"))
+        ),
+    }
+    for setting, is_given in of_ppo.items():
+        if is_given:
+            yield (
+                f"{setting} is about PPO's clipping of tokens, which algorithm.objective={algorithm.objective} does "
+                "not use; remove it"
+            )
     yield from _distillation_problems(config)
     yield from _zero_advantage_problems(config)
     buffer_length = algorithm.overlong.buffer_length or 0

@@ -14,24 +14,25 @@ from megatron_bapo.trainer.worker import Scores, Worker, score
 
 
 def predicted_entropy_change(
-    micro_batch: MicroBatch, scores: Scores, low: torch.Tensor, high: torch.Tensor
+    micro_batch: MicroBatch, scores: Scores, low: torch.Tensor, high: torch.Tensor, clip_ratio_c: float | None
 ) -> dict[str, DeviceMetric]:
     """Return the predicted entropy change per token and per unit of the logit step.
 
-    The size of the step is unknown, so only sign and trend can be compared with the measurement. Tokens that rollout
-    correction rejects are excluded.
+    The size of the step is unknown, so only sign and trend can be compared with the measurement. A rollout correction
+    is a factor of a token's advantage, and excludes the tokens that it rejects.
     """
     arguments = (
         scores.log_probs_N,
         micro_batch.behaviour_log_probs_N,
         scores.entropy_N,
-        micro_batch.advantages_N,
+        micro_batch.advantages_N * micro_batch.corrections_N,
         low,
         high,
     )
     weights_N = micro_batch.weights_N.double() * (micro_batch.corrections_N != 0)
+    dual = float("inf") if clip_ratio_c is None else clip_ratio_c
     gradient, printed = (
-        (sampled_entropy_change(*arguments, form) * weights_N).sum() for form in ("gradient", "printed")
+        (sampled_entropy_change(*arguments, form, dual) * weights_N).sum() for form in ("gradient", "printed")
     )
     return {
         "actor/entropy_clip_rule/predicted": Mean(gradient, weights_N.sum()),

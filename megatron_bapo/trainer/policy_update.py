@@ -90,7 +90,7 @@ def update_policy(
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
         if config.logging.entropy_clip_rule:
             learned = replace(micro_batch, advantages_N=tokens.advantages_T)
-            metrics |= predicted_entropy_change(learned, scores, low, high)
+            metrics |= predicted_entropy_change(learned, scores, low, high, algorithm.clip_ratio_c)
         if tokens.masked_T is not None:
             metrics |= {"actor/off_policy_masked_share": Mean(tokens.masked_T.sum(), sums.num_tokens)}
         return loss, PassResult(metrics, scores)

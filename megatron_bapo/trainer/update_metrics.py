@@ -6,6 +6,7 @@ Legend: N response tokens of a micro-batch on this rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any, get_args
 
 import torch
@@ -112,12 +113,13 @@ def bounds_metrics(bounds: ClipBounds | None) -> dict[str, Metric]:
             *(bounds.positive_sum, bounds.negative_sum),
         ]
     ).tolist()
-    defined = 0.0 if bounds.outcome == "no_signal" else 1.0
+    shares = {"bapo_positive_share": share, "bapo_initial_positive_share": initial}
     return {
         "actor/bapo_clip_low": Mean(low, 1.0),
         "actor/bapo_clip_high": Mean(high, 1.0),
-        "actor/bapo_positive_share": Mean(share if defined else 0.0, defined),
-        "actor/bapo_initial_positive_share": Mean(initial if defined else 0.0, defined),
+        **{  # a share is NaN where no token contributes
+            f"actor/{name}": Mean(0.0, 0.0) if isnan(value) else Mean(value, 1.0) for name, value in shares.items()
+        },
         "actor/bapo_positive_sum": Mean(positive, 1.0),
         "actor/bapo_negative_sum": Mean(negative, 1.0),
         **{f"actor/bapo_outcome/{name}": Mean(float(bounds.outcome == name), 1.0) for name in OUTCOMES},

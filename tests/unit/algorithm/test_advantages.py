@@ -26,6 +26,9 @@ def settings(estimator: str) -> AlgorithmConfig:
 def test_a_group_of_equal_rewards_gets_exactly_zero(norm_by_std: bool) -> None:
     rewards = torch.tensor([[0.1], [0.7], [1e8], [-3.3]]).expand(4, 7)
     assert group_relative_advantages(rewards, norm_by_std=norm_by_std).equal(torch.zeros(4, 7))
+    sums = torch.tensor([[0.1 + 0.2, 0.3, 0.3], [-1.1, -0.4 - 0.7, 3.3 - 4.4]], dtype=torch.float64)
+    assert (sums != sums[:, :1]).any(dim=1).all()
+    assert group_relative_advantages(sums, norm_by_std=norm_by_std).equal(torch.zeros_like(sums))
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
@@ -106,9 +109,10 @@ def test_dr_grpo_is_the_difference_from_the_group_mean() -> None:
 
 
 def test_equal_rewards_give_zero_advantages_under_any_estimator() -> None:
-    for estimator in BUILT_IN:
-        found = estimate_advantages(settings(estimator), torch.full((2, 3), 0.7).double(), LENGTHS, None)
-        assert found.abs().max() < 1e-9
+    for estimator, reward, factor in itertools.product(BUILT_IN, (0.1, 0.7, -1.3, 1e8 / 3), range(1, 6)):
+        rewards = torch.full((2, 3), reward, dtype=torch.float64)
+        found = estimate_advantages(settings(estimator), rewards, LENGTHS * factor, None)
+        assert not found.any(), f"{estimator}: {found}"
 
 
 def test_the_overlong_penalty_falls_linearly_within_the_buffer() -> None:

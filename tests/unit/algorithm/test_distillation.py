@@ -100,6 +100,13 @@ def test_a_token_without_a_teachers_log_prob_is_dropped_from_the_term_and_counte
     assert found[kept].equal(expected[kept])
     sums = policy_statistics(current.detach(), replace(tokens, teacher_log_probs_T=teacher), LOW, HIGH, DISTILL)
     assert (sums.num_tokens.item(), sums.num_dropped.item(), sums.num_teacher_dropped.item()) == (49, 1, 0)
+    penalized = DISTILL.model_copy(update={"kl_loss_coef": 0.1})
+    both = replace(tokens, teacher_log_probs_T=teacher, reference_log_probs_T=tokens.behaviour_log_probs_T)
+    with_kl, without = (
+        policy_loss(current, torch.zeros_like(current), both, LOW, HIGH, settings) for settings in (penalized, DISTILL)
+    )
+    kl_loss = policy_statistics(current.detach(), both, LOW, HIGH, penalized).kl_loss
+    assert (with_kl - without).item() == pytest.approx(0.1 * kl_loss.item(), rel=1e-9)
     bapo = AlgorithmConfig(distillation=DISTILLATION)
     assert gradient(current, replace(tokens, teacher_log_probs_T=teacher), bapo)[3] != 0
     sums = policy_statistics(current.detach(), replace(tokens, teacher_log_probs_T=teacher), LOW, HIGH, bapo)

@@ -78,7 +78,10 @@ def test_dual_clip_counts_the_tokens_that_it_clips() -> None:
     cut = [
         math.exp(x) > DUAL and a < 0 for x, a in zip((current - behaviour).tolist(), advantages.tolist(), strict=True)
     ]
-    assert policy_statistics(current, batch, low, high, settings).num_clipped_dual.item() == sum(cut) > 0
+    sums = policy_statistics(current, batch, low, high, settings)
+    assert sums.num_clipped_dual.item() == sum(cut) > 0
+    value, _ = evaluate(current, batch, {"objective": "ppo", "clip_ratio_c": DUAL})
+    assert (sums.positive_sum - sums.negative_sum).item() == pytest.approx(value, rel=1e-6)
 
 
 def test_cispo_weights_the_log_prob_of_every_token() -> None:

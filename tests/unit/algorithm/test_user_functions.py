@@ -72,6 +72,16 @@ def test_masked_tokens_have_no_part_in_an_objective_with_terms_without_the_advan
     assert all(slope != 0 for slope in evaluate(current, batch, {**objective, "kl_loss_coef": 0.1})[1])
 
 
+def test_a_token_that_is_left_out_has_no_part_in_the_loss_where_the_function_is_infinite() -> None:
+    current, behaviour, advantages = tokens()
+    current = current.detach().clamp(max=-0.05).requires_grad_()
+    behaviour[3], correction = math.nan, torch.ones_like(advantages).index_fill(0, torch.tensor([7]), 0.0)
+    batch = LossTokens(behaviour, advantages, torch.ones_like(advantages), correction_T=correction)
+    value, slopes = evaluate(current, batch, settings("unlikelihood"))
+    assert math.isfinite(value)
+    assert [place for place, slope in enumerate(slopes) if slope == 0] == [3, 7]
+
+
 def test_the_function_of_the_documentation_is_dppo() -> None:
     """Compare with arXiv 2602.04879 (binary total variation), token by token with Python floats."""
     current, behaviour, advantages = tokens()

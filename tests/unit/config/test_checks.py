@@ -172,6 +172,15 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
                 ({"logging__entropy_clip_rule": True}, "logging.entropy_clip_rule=true"),
             )
         ),
+        *(
+            (
+                {"algorithm__objective": objective, "logging__entropy_clip_rule": True},
+                "logging.entropy_clip_rule=true is about PPO's clipping of tokens",
+                f"which algorithm.objective={objective} does not use",
+                "remove it",
+            )
+            for objective in ("cispo", "gspo")
+        ),
         (
             {
                 "rollout__top_k": 20,

@@ -119,6 +119,20 @@ def test_the_positive_share_of_the_loss_equals_the_share_of_the_bound_search(
     assert of_loss["negative_sum"] == pytest.approx(found["actor/bapo_negative_sum"], rel=1e-6)
 
 
+def test_a_share_of_no_tokens_does_not_count_in_the_mean_over_updates() -> None:
+    """The highest lower bound clips all tokens, so that under the bounds that are found none contributes."""
+    settings = ClipBoundsSettings(contribution="gradient")
+    nothing, normal = (
+        find_clip_bounds(torch.tensor([0.7, 0.75, 0.8]).log(), torch.tensor(advantages), settings)
+        for advantages in ([-1.0, -1.0, -1.0], [2.0, 1.0, 1.0])
+    )
+    assert nothing.outcome != "no_signal"
+    assert nothing.positive_share.isnan()
+    found, alone = (scalars(merge([bounds_metrics(bounds) for bounds in both])) for both in ([nothing, normal], [normal]))
+    assert found["actor/bapo_positive_share"] == alone["actor/bapo_positive_share"] == 1.0
+    assert found["actor/bapo_initial_positive_share"] == 0.5
+
+
 def test_a_micro_batch_does_not_wait_for_the_values_of_its_metrics() -> None:
     """A tensor on the meta device has no values, so that whatever reads one raises."""
     with torch.device("meta"):
