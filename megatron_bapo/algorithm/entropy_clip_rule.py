@@ -2,9 +2,9 @@
 
 The rule considers one state: a softmax policy p with a free logit for each of V actions, advantages A with E_p[A] = 0,
 and ratios r to the behaviour policy. The clip leaves a token its gradient (X = 1) if A > 0 and r < high, or A < 0 and
-r > low; with the dual clip (`clip_ratio_c`), r must also be below c where A < 0. The gradient of the clipped objective with respect to the logits is p (A X + C), where C = -E_p[A X] is the sum
-of p A over the tokens without a gradient. A small step d of the logits changes the entropy by -Cov_p(log p, d). Per
-unit of the learning rate this gives
+r > low; with the dual clip (`clip_ratio_c`), r must also be below c where A < 0. The gradient of the clipped objective
+with respect to the logits is p (A X + C), where C = -E_p[A X] is the sum of p A over the tokens without a gradient. A
+small step d of the logits changes the entropy by -Cov_p(log p, d). Per unit of the learning rate this gives
 
     `gradient` (Proposition 1)    dH = -Cov_p(log p, p (A X + C))    for a plain gradient step
     `printed` (Eq. 6)             dH = -Cov_p(log p, A X + C)        for a step of A X + C, as in natural gradients

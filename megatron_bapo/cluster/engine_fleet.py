@@ -186,7 +186,8 @@ class EngineFleet:
                 for name, deltas in (await self._router.on_every(self._probe)).items():
                     for request_id, delta in deltas.items():
                         async with own_turn():
-                            self._router.record_partial({name: {request_id: delta}})
+                            self._router.record_partial({name: {request_id: delta}}, dispatch=False)
+                    self._router.dispatch()
 
     async def _probe(self, engine: GenerationEngine) -> dict[str, Generated]:
         timeout_s = self._settings.health_check_timeout_s

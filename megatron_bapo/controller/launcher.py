@@ -299,19 +299,24 @@ def _show_progress(
 ) -> int | None:
     """Show the metrics recorded since `offset` and return the new offset.
 
-    Returns None until the trainer has opened the metrics, and removed the rows that a resumed run writes again.
+    Returns None until the trainer has opened the metrics, and removed the rows that a resumed run writes again. Where a
+    network file system shows a file as another host has not written it, the next call tries again.
     """
-    if not directory.phase.is_file():
-        return None
-    if offset is None:
-        offset = directory.metrics.stat().st_size
-    rows, offset = read_new_rows(directory.metrics, offset)
+    try:
+        if not directory.phase.is_file():
+            return None
+        if offset is None:
+            offset = directory.metrics.stat().st_size
+        phase = directory.phase.read_text()
+        rows, offset = read_new_rows(directory.metrics, offset)
+    except (OSError, ValueError):
+        return offset
     for row in rows:
         display.update(row)
         for alarm in mismatch_alarms(row["metrics"], limits):
             display.warn(alarm)
     if not directory.stop_request.exists():
-        display.phase(directory.phase.read_text())
+        display.phase(phase)
     return offset
 
 

@@ -171,6 +171,8 @@ def _decoder(model_path: Path, folder: Path) -> Callable[[list[list[int]]], list
             return lambda batch: [text_of(token_ids, tokenizer) for token_ids in batch]
         tokenizer.backend_tokenizer.save(str(folder / TOKENIZER_FILE))
     elif not (folder / TOKENIZER_FILE).exists():
-        shutil.copyfile(model_path / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+        partial = folder / f"{TOKENIZER_FILE}.partial"
+        shutil.copyfile(model_path / TOKENIZER_FILE, partial)
+        partial.replace(folder / TOKENIZER_FILE)
     backend = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     return lambda batch: backend.decode_batch(batch, skip_special_tokens=True)

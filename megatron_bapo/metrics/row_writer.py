@@ -12,7 +12,8 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from megatron_bapo.files import unwritable
+from megatron_bapo.errors import RunError
+from megatron_bapo.files import storage_failure
 
 FLUSH_S = 0.2
 """Seconds that rows are collected before they are written. A process that is killed loses no older ones."""
@@ -33,7 +34,7 @@ class RowWriter:
         atexit.register(self.close)
 
     def write(self, path: Path, row: Mapping[str, Any]) -> None:
-        """Append a row, which must not change any more. Raises UserError if an earlier row could not be written."""
+        """Append a row, which must not change any more. Raises RunError if an earlier row could not be written."""
         assert path in self._paths, f"{path} is not among {self._paths}"
         if self._failure is not None:
             raise self._failure
@@ -92,7 +93,8 @@ class RowWriter:
                     if is_flushed:
                         os.fsync(file.fileno())
             except OSError as error:
-                self._failure = self._failure or unwritable(str(path), error)
+                failure = storage_failure(error, path.parent)
+                self._failure = self._failure or failure or RunError(f"a row was not written: {error}")
 
     def _report(self, sizes: _Sizes) -> None:
         if self._failure is not None:

@@ -27,10 +27,10 @@ class WandbSink:
     """Writes all phases to one wandb run, which is created or continued by its id.
 
     The index of a row among all rows is wandb's step, also in a resumed run, so that wandb ignores rows that it already
-    has.
+    has. A run that has rows, such as one that was restarted, writes offline if the server cannot be reached.
 
     Raises UserError if wandb's server rejects the API key or wandb rejects an environment variable such as WANDB_MODE,
-    RunError if the server cannot be reached.
+    RunError if a new run cannot reach the server.
     """
 
     def __init__(self, config: Config, run_id: str, *, num_rows: int = 0) -> None:
@@ -39,9 +39,9 @@ class WandbSink:
 
         settings = config.logging.wandb
         assert settings is not None, "the sink needs logging.wandb"
-        try:
-            mode: Any = settings.mode or wandb.setup().settings.mode  # the latter is WANDB_MODE, else online
-            self._run = wandb.init(
+
+        def begin(mode: Any) -> wandb.Run:
+            return wandb.init(
                 id=run_id,
                 mode=mode,
                 resume="allow" if mode == "online" else None,  # resuming needs the server
@@ -51,6 +51,9 @@ class WandbSink:
                 settings=wandb.Settings(console="off", finish_timeout=FINISH_TIMEOUT_S),
                 **settings.model_dump(exclude={"name", "mode", "rollouts"}),
             )
+
+        try:
+            self._run = begin(settings.mode or wandb.setup().settings.mode)  # the latter is WANDB_MODE, else online
         except ValidationError as error:  # of wandb's settings, such as WANDB_MODE=of
             raise UserError(f"logging.wandb: {error}") from error
         except (UsageError, AuthenticationError) as error:
@@ -58,7 +61,13 @@ class WandbSink:
                 f"logging.wandb: {error}; set WANDB_API_KEY or run `wandb login`, or set logging.wandb.mode=offline"
             ) from error
         except CommError as error:
-            raise RunError(f"logging.wandb: {error}; logging.wandb.mode=offline trains without its server") from error
+            if not num_rows:
+                raise RunError(
+                    f"logging.wandb: {error}; logging.wandb.mode=offline trains without its server"
+                ) from error
+            print(f"logging.wandb: {error}; the run goes on offline, see `wandb sync`", flush=True)
+            wandb.teardown()  # it still has the run's id in use
+            self._run = begin("offline")
         self._num_rows, self._defined = num_rows, set[str]()
         self._waiting: SimpleQueue[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = SimpleQueue()
 

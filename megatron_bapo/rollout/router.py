@@ -73,8 +73,10 @@ class _Slot:
     """Number of requests in flight when the engine was removed."""
 
     def fits(self, tokens: int) -> bool:
-        # A request larger than the whole cache is left to the engine to refuse or to preempt.
-        return not self.requests or self.outstanding_tokens + tokens <= KV_OVERCOMMIT * self.capacity_tokens
+        """Whether there is room for a request. One larger than the cache, whose completions the engine runs in turn,
+        needs the room of a full cache, so that it does not wait for an idle engine."""
+        needed = min(tokens, self.capacity_tokens)
+        return not self.requests or self.outstanding_tokens + needed <= KV_OVERCOMMIT * self.capacity_tokens
 
 
 @dataclass(order=True)
@@ -110,7 +112,7 @@ class Router:
         self._on_lost = on_lost
         self._on_completed = on_completed
         self._paused = False
-        self._sends = TurnBudget(SENT_PER_TURN, self._dispatch)
+        self._sends = TurnBudget(SENT_PER_TURN, self.dispatch)
         self._idle = asyncio.Event()
         self._idle.set()
         self.lengths = ResponseLengths()
@@ -123,7 +125,7 @@ class Router:
         """Add a serving engine whose KV cache holds `capacity_tokens` tokens."""
         assert name not in self._slots, f"the router already has {name}"
         self._slots[name] = _Slot(name, engine, capacity_tokens, asyncio.get_running_loop().create_future())
-        self._dispatch()
+        self.dispatch()
 
     def remove(self, name: str, reason: str) -> None:
         """Remove an engine; its requests raise EngineLost. Does nothing if the engine was removed before."""
@@ -177,18 +179,20 @@ class Router:
                 raise outcome
         return results
 
-    def record_partial(self, progress: dict[str, dict[str, Generated]]) -> None:
+    def record_partial(self, progress: dict[str, dict[str, Generated]], *, dispatch: bool = True) -> None:
         """Record what the engines have generated for requests in flight since the last call, in case one is lost.
 
         `progress` is by engine name and request id. After a report that was lost nothing more is recorded of the
-        request; a request that its engine received again is recorded from its beginning.
+        request; a request that its engine received again is recorded from its beginning. Without `dispatch`, waiting
+        requests do not get the new room yet: with many engines, looking for it takes longer than recording.
         """
         for name, delta in progress.items():
             slot = self._slots.get(name)
             if slot is not None:
                 for request_id in delta.keys() & slot.requests.keys():
                     self._extend(slot, slot.requests[request_id], delta[request_id])
-        self._dispatch()
+        if dispatch:
+            self.dispatch()
 
     def partial_outputs(self) -> dict[str, Generated]:
         """Return the recorded partial outputs of requests in flight, by request id."""
@@ -205,7 +209,7 @@ class Router:
 
     def resume(self) -> None:
         self._paused = False
-        self._dispatch()
+        self.dispatch()
 
     async def abort(self, timeout_s: float) -> None:
         """Have every engine abort its requests in flight, after `pause`; return when none is in flight.
@@ -261,7 +265,7 @@ class Router:
         return waiting
 
     async def _acquired(self, waiting: _Waiting) -> _Slot:
-        self._dispatch()
+        self.dispatch()
         try:
             return await waiting.slot
         except asyncio.CancelledError:
@@ -269,7 +273,8 @@ class Router:
                 self._release(waiting.slot.result(), waiting.request.request_id)
             raise
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
+        """Send the waiting requests to the engines that have room."""
         if not self._paused:
             self._dispatch_alone()
         while self._waiting and not self._paused:
@@ -319,7 +324,7 @@ class Router:
             self._alone = None
         if not any(other.requests for other in self._slots.values()):
             self._idle.set()
-        self._dispatch()
+        self.dispatch()
         return in_flight.num_ended
 
     async def _unless_lost(self, slot: _Slot, action: Callable[[GenerationEngine], Awaitable[T]]) -> T:

@@ -115,7 +115,7 @@ def begin(
     draft = Draft(final, _stored(adam_step), {**state, "adam_step": adam_step}, rollouts)
     if worker.groups.is_main:
         for leftover in folder.glob("*.partial"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         for state_name in draft.states:
             (draft.partial / _FOLDERS[state_name]).mkdir(parents=True)
         if rollouts is not None:
@@ -152,7 +152,8 @@ def commit(draft: Draft, keep: int) -> None:
     folder = draft.final.parent
     flush(folder)  # the new name, before older checkpoints are deleted
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
+        # On NFS a folder stays while a process has a file of it open; the next checkpoint tries again.
+        shutil.rmtree(old.rename(old.with_name(old.name + ".partial")), ignore_errors=True)
 
 
 def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class Membership:
         self._chain: Chain | None = None
         self._gave_up = False
         """Whether the group was given up while it transferred, so that what has arrived may be anything."""
+        self._is_committed = False
+        """Whether all ranks have the version, so that a fault concerns only the next one."""
 
     @property
     def group(self) -> TransferGroup:
@@ -113,7 +115,7 @@ class Membership:
         """
         if self._chain is None:
             raise TransferFailed(f"the group of place {self._place} in the weight transfer plan has failed")
-        chain, ended = self._chain, Event()
+        chain, ended, self._is_committed = self._chain, Event(), False
         watch = Thread(target=self._watch, args=(chain.group, ended), daemon=True)
         watch.start()
         try:
@@ -127,6 +129,7 @@ class Membership:
         self._store.set(self.group.received_key(version, self._place), "1")
         committed = {self.group.committed_key(version): self.group.places[0]}
         self.wait_for(committed, f"confirm that all ranks have policy version {version}")
+        self._is_committed = True
 
     def commit(self, version: int, num_senders: int) -> None:
         """Wait until the ranks of all engines have a version, and let them use it; called by the main trainer rank.
@@ -139,6 +142,7 @@ class Membership:
         with self._failing():
             self.wait_for(keys, f"receive policy version {version}")
             self._store.set(self.group.committed_key(version), "1")
+            self._is_committed = True
 
     def forget(self, version: int) -> None:
         """Remove the keys of a version that all engines have loaded, if there was an engine."""
@@ -191,7 +195,7 @@ class Membership:
         """End the group of all ranks if the context raises an error, and turn errors of the network into ours."""
         try:
             yield
-            if self._gave_up:
+            if self._gave_up and not self._is_committed:
                 raise TransferFailed("another rank has failed")
         except BaseException as error:
             self._end(f"place {self._place} of the weight transfer plan: {error or type(error).__name__}")

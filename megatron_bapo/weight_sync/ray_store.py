@@ -28,18 +28,19 @@ class RayStore(Store):
         """`address` is HOST:PORT of Ray's head. Ray reads the cluster's token from the process's environment."""
         super().__init__()
         from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+        from ray.exceptions import RayError
 
         self._client: Any = GcsClient(address=address)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._errors = timeout_s, RayError
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._client.internal_kv_put(key.encode(), data, True, RENDEZVOUS_NAMESPACE, timeout=_CALL_S)
+        self._call("internal_kv_put", key.encode(), data, True)
 
     def get(self, key: str) -> bytes:
-        """Return a value as soon as it is set. Raises TimeoutError after the timeout."""
+        """Return a value as soon as it is set. Raises TimeoutError after the timeout, as if Ray's head is silent."""
         deadline = time.monotonic() + self._timeout_s
-        while (value := self._client.internal_kv_get(key.encode(), RENDEZVOUS_NAMESPACE, timeout=_CALL_S)) is None:
+        while (value := self._call("internal_kv_get", key.encode())) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process did not set {key} within {self._timeout_s:.0f} s")
             time.sleep(_POLL_S)
@@ -51,14 +52,21 @@ class RayStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         encoded = [key.encode() for key in keys]
-        return len(self._client.internal_kv_multi_get(encoded, RENDEZVOUS_NAMESPACE, timeout=_CALL_S)) == len(encoded)
+        return len(self._call("internal_kv_multi_get", encoded)) == len(encoded)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._client.internal_kv_del(key.encode(), False, RENDEZVOUS_NAMESPACE, timeout=_CALL_S))
+        return bool(self._call("internal_kv_del", key.encode(), False))
 
     def delete_all(self, prefix: str) -> None:
         """Remove all keys with a prefix."""
-        self._client.internal_kv_del(prefix.encode(), True, RENDEZVOUS_NAMESPACE, timeout=_CALL_S)
+        self._call("internal_kv_del", prefix.encode(), True)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the key-value store. Raises TimeoutError if it does not answer: Ray's own error is no RuntimeError."""
+        try:
+            return getattr(self._client, method)(*arguments, RENDEZVOUS_NAMESPACE, timeout=_CALL_S)
+        except self._errors as error:
+            raise TimeoutError(f"Ray's head did not answer within {_CALL_S:.0f} s: {error}") from error
 
 
 def open_store(url: str, timeout_s: float) -> Store:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import RunError, StorageFailed
 from megatron_bapo.metrics.row_writer import RowWriter
 
 
@@ -97,8 +97,19 @@ def test_a_file_that_cannot_be_written_to_is_an_error_for_the_next_row_and_for_t
     writer = RowWriter([path])
     writer.write(path, {"i": 0})
 
-    with pytest.raises(UserError, match=r"folder cannot be written to"):
+    with pytest.raises(RunError, match=r"a row was not written: .*folder"):
         writer.sizes().result()
-    with pytest.raises(UserError, match=r"folder cannot be written to"):
+    with pytest.raises(RunError, match=r"a row was not written: .*folder"):
         writer.write(path, {"i": 1})
+    writer.close()
+
+
+def test_a_full_disk_is_reported_as_one():
+    """/dev/full has the error of a full disk for every write."""
+    path = Path("/dev/full")
+    writer = RowWriter([path])
+    writer.write(path, {"i": 0})
+
+    with pytest.raises(StorageFailed, match=r"No space left on device .*free"):
+        writer.sizes().result()
     writer.close()

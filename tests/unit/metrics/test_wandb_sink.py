@@ -137,3 +137,28 @@ def test_without_a_key_the_error_names_the_remedy(tmp_path: Path) -> None:
     ended = in_a_process(WITHOUT_KEY, tmp_path)
     assert "UserError: logging.wandb:" in ended.stderr
     assert "set WANDB_API_KEY or run `wandb login`, or set logging.wandb.mode=offline" in ended.stderr
+
+
+RESUMED = """
+import sys
+from pathlib import Path
+from megatron_bapo.metrics.wandb_sink import WandbSink
+from tests.unit.metrics.test_wandb_sink import ROWS, row, settings
+sink = WandbSink(settings(Path(sys.argv[1]), mode="online"), "abcd1234", num_rows=int(sys.argv[2]))
+sink.write(row(*ROWS[0]))
+sink.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [0, 7])
+def test_only_a_run_that_has_rows_goes_on_without_the_server(num_rows: int, tmp_path: Path) -> None:
+    code = RESUMED.replace("sys.argv[2]", str(num_rows))
+    ended = in_a_process(code, tmp_path, WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT="2")
+    if num_rows:
+        assert ended.returncode == 0, ended.stderr
+        assert "the run goes on offline, see `wandb sync`" in ended.stdout
+        assert [step for step, _ in read_wandb(tmp_path).rows] == [7]
+    else:
+        assert "RunError: logging.wandb:" in ended.stderr
+        assert "logging.wandb.mode=offline trains without its server" in ended.stderr

@@ -136,8 +136,9 @@ async def needed_tokens(router: Router, engine: FaultyEngine, limit: int) -> int
 def test_reports_correct_what_a_request_is_expected_to_need():
     async def main() -> list[int]:
         router, (engine,) = Router(), engines(1)
-        router.add(engine.name, engine, limit * 2 // 3)
+        router.add(engine.name, engine, limit)
         engine.hangs = True
+        half = asyncio.ensure_future(router.generate(filling(limit // 2)))  # a request counts as at most a cache
         call = asyncio.ensure_future(router.generate(request("a", n=3)))
         await asyncio.sleep(0.1)
         found = [await needed_tokens(router, engine, limit)]
@@ -155,11 +156,31 @@ def test_reports_correct_what_a_request_is_expected_to_need():
         await asyncio.sleep(0.1)
         found.append(await needed_tokens(router, engine, limit))
         following.cancel()
+        half.cancel()
         return found
 
     longest, limit = 3 * EXPECTED, 600
-    assert KV_OVERCOMMIT * (limit * 2 // 3) == limit
+    assert KV_OVERCOMMIT * limit - limit // 2 == limit
     assert run_in_virtual_time(main()) == [10 + longest, 10 + longest, 10 + 40 + 40, 10 + 50, 20]
+
+
+def test_a_request_larger_than_the_cache_waits_for_half_a_cache_and_not_for_an_idle_engine():
+    """Otherwise it would hold up all requests behind it until an engine has none."""
+
+    async def main() -> tuple[list[str], list[str]]:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, 4 * (10 + EXPECTED))
+        names = {"a": 1, "b": 1, "c": 1, "large": 8, "d": 1}
+        calls = [asyncio.create_task(router.generate(request(name, n=n))) for name, n in names.items()]
+        await asyncio.sleep(0.1)
+        before = served(engine)
+        calls[0].cancel()
+        await asyncio.sleep(0.1)
+        for call in calls[1:]:
+            call.cancel()
+        return before, served(engine)
+
+    assert run_in_virtual_time(main()) == (["a", "b", "c"], ["a", "b", "c", "large"])
 
 
 def test_a_restored_estimate_of_lengths_is_used_for_the_first_request():
