@@ -2,8 +2,9 @@
 
 sudo python -m bench.weight_transfer_cable
 
-Hosts are network namespaces with a cable of GBIT_S; weight_sync.stall_timeout_s is STALL_S. Both hosts have version 1,
-and version 2 is transferred whole. Seconds are those after the cut until both processes have ended.
+Hosts are network namespaces with a cable of GBIT_S; weight_sync.stall_timeout_s is STALL_S and rollout.start_timeout_s
+LIMIT_S. Both hosts have version 1, and version 2 is transferred whole. Seconds are those after the cut until both
+processes have ended.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import FileStore
 from bench.network_hosts import CABLE, NetworkHost, host_address, network_hosts
 from bench.report import option_parser, report
 from bench.weight_transfer_between_hosts import MODEL
+from megatron_bapo.cluster.host_connections import HostConnections
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout, Placement, weight_plan
@@ -40,8 +42,8 @@ PLAN = weight_plan(
     dtype="bfloat16",
     bucket_bytes=4 << 20,
 )
-GBIT_S, STALL_S, PAUSE_S = 0.2, 15.0, 5.0
-FAILED = 3
+GBIT_S, STALL_S, PAUSE_S, LIMIT_S = 0.2, 15.0, 5.0, 900.0
+FAILED, ENDED = 3, 1
 
 
 COLUMNS = ("cable is cut", "at", "seconds until both ended", "sender", "receiver", "receiver's version")
@@ -86,7 +88,8 @@ def _case(pause_s: float | None, after_s: float, *, is_cut: bool = False) -> tup
         store = WeightStore(folder / "1")
         newest = store.versions()[-1]
         store.verify(newest)
-        sender, receiver = ({0: "done", FAILED: "RunError"}.get(code, f"exit code {code}") for code in codes)
+        names = {0: "done", FAILED: "RunError", ENDED: "ended"}
+        sender, receiver = (names.get(code, f"exit code {code}") for code in codes)
         return round(seconds, 1), sender, receiver, f"{newest}, verified"
 
 
@@ -104,7 +107,10 @@ def host_main(index: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = WeightStore(folder / str(index))
     store.folder.mkdir(mode=0o700)
-    group = host_group(FileStore(str(folder / "rendezvous"), 2), index, 2, host_address(index), STALL_S)
+    rendezvous = FileStore(str(folder / "rendezvous"), 2)
+    connections = HostConnections()
+    with connections.opening(STALL_S):
+        group = host_group(rendezvous, index, 2, host_address(index), LIMIT_S)
     chain = Chain(group, {0: 0, 1: 1}, (1,))
     for version in (1, 2):
         if index == 0:
@@ -113,7 +119,8 @@ def host_main(index: int, folder: Path) -> None:
         if version == 2 and index == 0:
             (folder / "started").touch()
         try:
-            send(store, version, 0, chain) if index == 0 else receive(store, version, PLAN, 1, chain)
+            with connections.needed():
+                send(store, version, 0, chain) if index == 0 else receive(store, version, PLAN, 1, chain)
         except RunError as error:
             print(f"host {index}: {error}", file=sys.stderr, flush=True)
             os._exit(FAILED)

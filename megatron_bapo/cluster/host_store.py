@@ -11,6 +11,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
+from megatron_bapo.cluster.host_connections import HostConnections
 from megatron_bapo.cluster.ray_cluster import create_actor, head_address, own_address
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
@@ -54,7 +55,8 @@ def create_host_stores(
             name=host_store_name(host),
             node_id=store.node_id,
             stateless=True,
-            timeout_s=config.weight_sync.stall_timeout_s,
+            limit_s=config.rollout.start_timeout_s,
+            stall_timeout_s=config.weight_sync.stall_timeout_s,
             log_file=directory.logs / f"weight-store-{host}.log",
         )
         for host, store in stores.items()
@@ -68,11 +70,12 @@ class HostStore:
     whose reply was lost in the network; the second call then returns what the first one did.
     """
 
-    def __init__(self, folder: Path, host: int, *, timeout_s: float, log_file: Path) -> None:
-        """`host` is this host's number; `timeout_s` limits each wait for another host."""
+    def __init__(self, folder: Path, host: int, *, limit_s: float, stall_timeout_s: float, log_file: Path) -> None:
+        """`host` is this host's number; `limit_s` limits a transfer and `stall_timeout_s` another host's silence."""
         redirect_output(log_file)
-        self._store, self._host, self._timeout_s = WeightStore(folder), host, timeout_s
-        self._name, self._group = "", None
+        self._store, self._host = WeightStore(folder), host
+        self._limit_s, self._stall_timeout_s = limit_s, stall_timeout_s
+        self._name, self._group, self._connections = "", None, HostConnections()
         self._plan: WeightPlan | None = None
         self._ranks: dict[int, int] = {}
         self._finished: tuple[int, int | None] | None = None
@@ -86,9 +89,11 @@ class HostStore:
             return
         self._name, self._group, self._plan, self._finished = name, None, plan, None
         self._ranks = {host: rank for rank, host in enumerate(hosts)}
-        store = RayStore(head_address(), self._timeout_s)  # a name, because a PrefixStore keeps no store of Python
+        # The store has a name here, because a PrefixStore keeps no store of Python.
+        store = RayStore(head_address(), self._stall_timeout_s)
         rendezvous, rank = PrefixStore(name, store), self._ranks[self._host]
-        self._group = host_group(rendezvous, rank, len(hosts), own_address(), self._timeout_s)
+        with self._connections.opening(self._stall_timeout_s):
+            self._group = host_group(rendezvous, rank, len(hosts), own_address(), self._limit_s)
 
     def versions(self, digest: str) -> list[int]:
         """Return the committed versions that were written under the plan with this digest, oldest first."""
@@ -124,7 +129,8 @@ class HostStore:
         if self._finished is not None and self._finished[0] == version:
             return self._finished[1]
         try:
-            self._finished = version, transfer(Chain(self._group, self._ranks, receivers), self._plan)
+            with self._connections.needed():
+                self._finished = version, transfer(Chain(self._group, self._ranks, receivers), self._plan)
             return self._finished[1]
         except RunError as error:
             message = str(error)

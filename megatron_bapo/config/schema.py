@@ -175,8 +175,9 @@ class WeightSyncConfig(Section):
     full_every: PositiveInt = 16
     """Number of policy versions after which a store of the engines' own receives all weights instead of the changes."""
     stall_timeout_s: PositiveFloat = 60.0
-    """Longest time in seconds that a host waits for the next piece of the weights from another host. The transfer is
-    then tried again, and after the third failure the run restarts, with the host's name as the reason."""
+    """Longest time in seconds that another host's system may be silent during a transfer between hosts, because it has
+    ended or its network is cut off. The transfer is then tried again, and after the third failure the run restarts,
+    with the host's name as the reason."""
     probe_tolerance: PositiveFloat | None = None
     """Largest accepted difference between the engine's and the trainer's log-probs of the probe, in nats, as the root
     mean square over its tokens; null: 1e-4 in float32, 0.2 in bfloat16, 0.5 if the engine or the trainer computes in

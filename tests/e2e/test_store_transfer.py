@@ -39,7 +39,8 @@ def host_stores(tmp_path: Path, stores: tuple[WeightStore, WeightStore], receive
             host,
             name=host_store_name(host),
             stateless=True,
-            timeout_s=LIMIT_S,
+            limit_s=LIMIT_S,
+            stall_timeout_s=LIMIT_S,
             log_file=tmp_path / f"{host}.log",
         )
         for host, (kind, store) in enumerate(zip((HostStore, receiver), stores, strict=True))
