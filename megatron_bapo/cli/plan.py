@@ -139,7 +139,10 @@ def plan(
         resolved = given if placement is None else with_placement(given, placement)
         architecture, where = architecture_of(resolved.model)
         assumptions = Assumptions(
-            compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
+            compute_efficiency=efficiency,
+            fp8_efficiency=efficiency,
+            mean_response_fraction=mean_response,
+            host_memory_gib=host_gib,
         )
         planned = Plan(resolved, architecture, gpu, assumptions)
         if weights:

@@ -25,7 +25,6 @@ from rich.console import Console
 from megatron_bapo.cluster.engine_actor import EnginePlacement
 from megatron_bapo.cluster.host_store import StorePlacement
 from megatron_bapo.cluster.node_agent import ENVIRONMENT, NodeAgent
-from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
 from megatron_bapo.cluster.ray_cluster import ActorDied, connect, create_actor, disconnect, finished, get_result, nodes
 from megatron_bapo.cluster.run_end import tell_nodes
 from megatron_bapo.cluster.trainer_process import Rendezvous, TrainerLog, TrainerNode
@@ -33,6 +32,7 @@ from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import device_problems, host_problems
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError, code_of
+from megatron_bapo.planning.placement import Node, RunPlacement, place_run
 from megatron_bapo.rollout.engine import engine_devices
 from megatron_bapo.run_directory import RunDirectory
 

@@ -33,7 +33,7 @@ def print_rehearsal(
         for axis, planned in played.planned_traffic.items():
             calls = sum(part.num_calls for part in played.traffic if part.axis == axis)
             sent = _compared(played.sent_bytes[axis], planned)
-            table.add_row("", "", f"sent over {axis} ranks", f"{calls:,}", *sent)
+            table.add_row("", "", f"{axis} traffic", f"{calls:,}", *sent)
     console.print(table)
     for difference in all_differences(rehearsals):
         console.print(difference, soft_wrap=True)

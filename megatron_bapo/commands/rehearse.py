@@ -28,7 +28,7 @@ from megatron_bapo.parallel.groups import ParallelGroups, create_groups, embeddi
 from megatron_bapo.planning.activations import MicroBatch
 from megatron_bapo.planning.collectives import sent_bytes
 from megatron_bapo.planning.hardware import Assumptions
-from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches, stage_memory
+from megatron_bapo.planning.trainer_memory import largest_micro_batch, stage_memory
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.optimizer import Optimizer, StepResult
@@ -225,7 +225,7 @@ def _num_played(config: Config) -> int:
     """Return enough micro-batches for the pipeline's peak memory."""
     parallel = config.parallel
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    wanted = min(pp * (1 + (vpp > 1)), num_micro_batches(config, Assumptions()))
+    wanted = min(pp * (1 + (vpp > 1)), config.most_micro_batches)
     return round_up(wanted, parallel.num_micro_batches_multiple)
 
 

@@ -9,12 +9,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from megatron_bapo.cluster.placement import Node, Role, place_run
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.cluster import ClusterConfig, ContainerConfig, NodesConfig
 from megatron_bapo.config.schema import Config
@@ -23,6 +21,7 @@ from megatron_bapo.files import make_folder
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of, teacher_of
+from megatron_bapo.planning.placement import Node, Role, alike_nodes, fewest_nodes, place_run
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.settings import changes
 
@@ -110,9 +109,9 @@ def num_nodes(config: Config, cluster: ClusterConfig) -> tuple[int, ...]:
     """Return the nodes of each job component: the trainer's, and those for engines only if the cluster has them."""
     if cluster.rollout_nodes is None:
         return (_num_trainer_nodes(config, cluster, "any", []),)
-    engines = [_node(cluster.rollout_nodes, "rollout", index) for index in range(MAX_NODES)]
+    engines = alike_nodes(MAX_NODES, cluster.rollout_nodes.gpus_per_node, "rollout")
     trainers = _num_trainer_nodes(config, cluster, "trainer", engines)
-    placed = place_run(config, [*(_node(cluster, "trainer", index) for index in range(trainers)), *engines])
+    placed = place_run(config, [*alike_nodes(trainers, cluster.gpus_per_node, "trainer"), *engines])
     used = [node for node in placed.nodes if node.role == "rollout"]
     return trainers, max(1, len(used)) if cluster.rollout_nodes.gpus_per_node else 1
 
@@ -122,33 +121,20 @@ def _num_trainer_nodes(config: Config, cluster: ClusterConfig, role: Role, other
     if cluster.num_nodes is None:
         return _fewest(config, cluster, role, others)
     try:
-        place_run(config, [*(_node(cluster, role, index) for index in range(cluster.num_nodes)), *others])
+        place_run(config, [*alike_nodes(cluster.num_nodes, cluster.gpus_per_node, role), *others])
     except UserError as refusal:
         raise UserError(f"num_nodes={cluster.num_nodes} in the cluster's file: {refusal}") from None
     return cluster.num_nodes
 
 
 def _fewest(config: Config, nodes: NodesConfig, role: Role, others: list[Node]) -> int:
-    def place(number: int) -> None:
-        place_run(config, [*(_node(nodes, role, index) for index in range(number)), *others])
-
     num_engine_ranks = 0 if others else config.rollout.num_engines * config.rollout.ranks_per_engine
     num_ranks = config.rollout.num_gpus(config.parallel.world_size, num_engine_ranks)
     first = -(-num_ranks // nodes.gpus_per_node) if nodes.gpus_per_node else 1
     try:
-        place(MAX_NODES)
+        return fewest_nodes(config, nodes.gpus_per_node, role, others, first=first, most=MAX_NODES)
     except UserError as error:
         raise UserError(f"with {MAX_NODES} nodes, the most of a job: {error}") from None
-    for number in range(first, MAX_NODES):
-        with suppress(UserError):
-            place(number)
-            return number
-    return MAX_NODES
-
-
-def _node(nodes: NodesConfig, role: Role, index: int) -> Node:
-    name = f"{role} {index}"
-    return Node(name, name, nodes.gpus_per_node, role)
 
 
 def submission(config: Config, config_file: Path, overrides: Sequence[str], cluster: ClusterConfig) -> Submission:

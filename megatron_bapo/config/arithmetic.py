@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_bapo.config.data import PromptSourceConfig
-from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.schema import Config
 
@@ -15,7 +14,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
     """
     trainer, dp, n = config.trainer, config.parallel.data_parallel_size, config.rollout.n
     steps, batch, mini_batch = trainer.total_steps, trainer.train_batch_size, trainer.ppo_mini_batch_size
-    updates, per_rank = trainer.updates_per_step, -(-mini_batch // dp)
+    updates = trainer.updates_per_step
     each = f"{mini_batch / dp:,.1f}".removesuffix(".0")
     rows = [
         ("training prompts", _prompts(config.data.train)),
@@ -34,7 +33,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
         ),
         ("rollouts", _rollouts(config)),
         ("behaviour policy", _behaviour_policy(config)),
-        ("tokens", _tokens(config, per_rank)),
+        ("tokens", _tokens(config)),
         ("held-out samples", _evaluation(config)),
     ]
     if config.warm_start is not None:
@@ -116,16 +115,15 @@ def _behaviour_policy(config: Config) -> str:
     )
 
 
-def _tokens(config: Config, per_rank: int) -> str:
+def _tokens(config: Config) -> str:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     budget, cp = config.max_micro_batch_tokens, config.parallel.context_parallel_size
     fitting = budget // config.padding_rule.allocated([prompt + response])
-    num_micro_batches = round_up(-(-per_rank // fitting), config.parallel.num_micro_batches_multiple)
     held = _count(fitting, "such trajectory", "such trajectories")
     return (
         f"{prompt:,} prompt + {response:,} response = {prompt + response:,} at most per trajectory; a micro-batch of "
         f"{budget:,}{f' on {cp} ranks' if cp > 1 else ''} holds {held}, so an update takes at most "
-        f"{_count(num_micro_batches, 'micro-batch', 'micro-batches')} per rank"
+        f"{_count(config.most_micro_batches, 'micro-batch', 'micro-batches')} per rank"
     )
 
 

@@ -199,6 +199,11 @@ class RolloutConfig(SamplingConfig, EngineConfig):
         return max(ranks) if self.colocate else sum(ranks)
 
     @property
+    def generates_while_training(self) -> bool:
+        """Whether engines generate on GPUs of their own while the trainer trains, so that their times overlap."""
+        return self.mode == "async" and self.max_staleness > 0 and not self.colocate
+
+    @property
     def may_be_stale(self) -> bool:
         """Whether groups may contain tokens of older policy versions than the weights that are trained on them."""
         return self.mode == "async" or self.partial_rollout.over_sampling > 1.0 or self.max_reuse > 1

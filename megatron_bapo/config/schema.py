@@ -18,7 +18,7 @@ from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.logging import LoggingConfig
 from megatron_bapo.config.model import ModelConfig
 from megatron_bapo.config.optimizer import OptimizerConfig
-from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.config.padding import PaddingRule, padding_rule, round_up
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import EvaluationConfig, RolloutConfig
 from megatron_bapo.config.section import FunctionName, NonNegativeFloat, NonNegativeInt, Section, Seed
@@ -314,6 +314,13 @@ class Config(Section):
     def max_micro_batch_tokens(self) -> int:
         """Maximum number of tokens of a micro-batch on all context-parallel ranks together, including padding."""
         return self.trainer.max_tokens_per_gpu * self.parallel.context_parallel_size
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches of an update on one data-parallel rank if all its trajectories have the maximum length."""
+        per_rank = -(-self.trainer.ppo_mini_batch_size // self.parallel.data_parallel_size)
+        fitting = max(1, self.max_micro_batch_tokens // self.padding_rule.allocated([self.max_sequence_length]))
+        return round_up(-(-per_rank // fitting), self.parallel.num_micro_batches_multiple)
 
     @property
     def max_sequence_length(self) -> int:

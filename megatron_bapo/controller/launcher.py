@@ -19,7 +19,6 @@ import psutil
 
 from megatron_bapo.cluster.host_store import create_host_stores
 from megatron_bapo.cluster.interrupts import STOPPED_AT_ONCE, Interrupts
-from megatron_bapo.cluster.placement import RunPlacement
 from megatron_bapo.cluster.planes import (
     Hosts,
     NodeLost,
@@ -59,6 +58,7 @@ from megatron_bapo.metrics.mlflow_sink import following_to_mlflow
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows
 from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
+from megatron_bapo.planning.placement import RunPlacement
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.run_directory import FAILURES, RunDirectory
 from megatron_bapo.weight_sync.transport import WeightStore

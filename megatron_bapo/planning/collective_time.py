@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.collectives import (
     BLOCK_UNITS,
     attention_inputs,
@@ -30,6 +31,13 @@ class Links:
 
     gpu: Gpu
     assumptions: Assumptions
+    ranks_per_node: int
+
+    @classmethod
+    def of_trainer(cls, config: Config, gpu: Gpu, assumptions: Assumptions) -> Self:
+        """Return the links of trainer ranks, which are spread evenly over as few nodes as have enough GPUs."""
+        world_size = config.parallel.world_size
+        return cls(gpu, assumptions, world_size // -(-world_size // assumptions.gpus_per_node))
 
     @property
     def inside(self) -> float:
@@ -40,7 +48,8 @@ class Links:
         return self.gpu.network_gb_s * 1e9 * self.assumptions.link_efficiency
 
     def is_inside(self, span: int) -> bool:
-        return span <= self.assumptions.gpus_per_node
+        """Whether each group of `span` consecutive ranks is on one node, and none is on the border of two."""
+        return self.ranks_per_node % span == 0
 
     def bandwidth(self, span: int) -> float:
         """Return the bandwidth of a ring over a group of `span` consecutive ranks."""
@@ -97,7 +106,7 @@ def expert_seconds(config: Config, arch: Architecture, links: Links, tokens: flo
     Of `ep` expert-parallel ranks only those on other hosts are reached over the network: (ep - 8) / ep of the traffic
     with hosts of 8 GPUs. Both links work at the same time. `tokens` are those that the rank routes.
     """
-    split, per_host = ExpertSplit.of(config.parallel), links.assumptions.gpus_per_node
+    split, per_host = ExpertSplit.of(config.parallel), links.ranks_per_node
     ep, etp, chosen = split.expert, split.expert_tensor, arch.num_experts_per_tok
     if ep * etp == 1:
         return 0.0
@@ -120,10 +129,7 @@ def stage_seconds(config: Config, arch: Architecture, links: Links, tokens: floa
         return 0.0
     split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     num_bytes = hidden_bytes(arch, tokens / split, DTYPE_BYTES[config.model.dtype]) * vpp
-    seconds = links.seconds(num_bytes, _span(parallel), num_messages=vpp)
+    stage_ranks = parallel.world_size // pp  # they are consecutive
+    span = 1 if stage_ranks < links.ranks_per_node else parallel.world_size
+    seconds = links.seconds(num_bytes, span, num_messages=vpp)
     return seconds * (1 - links.assumptions.overlap) if vpp > 1 else seconds
-
-
-def _span(parallel: ParallelConfig) -> int:
-    """Return the ranks from one on a stage to the one on the next: a stage's ranks are consecutive."""
-    return parallel.world_size // parallel.pipeline_model_parallel_size + 1

@@ -100,12 +100,10 @@ def decode_cost(
     bytes_per_s = gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency
     flops_per_s = rollout.ranks_per_engine * gpu.bf16_flops * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
-    links = Links(gpu, assumptions)
-    # Links asks for the GPUs of a host; a group on several nodes with fewer GPUs each crosses the network, too.
-    span = size if size <= rollout.ranks_per_engine_node else max(size, assumptions.gpus_per_node + 1)
+    links = Links(gpu, assumptions, min(rollout.ranks_per_engine_node, assumptions.gpus_per_node))
     reductions = 2 * arch.num_hidden_layers * (size > 1)
     reduced = 2 * (size - 1) / size * arch.hidden_size * DTYPE_BYTES[config.model.dtype]
-    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(span)
+    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(size)
     num_moe = len(arch.moe_layers)
     launches_ms = (arch.num_hidden_layers - num_moe) * assumptions.decode_layer_ms
     launches_ms += num_moe * assumptions.decode_expert_layer_ms
@@ -114,7 +112,7 @@ def decode_cost(
         weights=(num_stages * engine.weights - expert_bytes) / bytes_per_s,
         experts=expert_bytes / bytes_per_s,
         unrouted=unrouted,
-        latency=reductions * links.latency(span),
+        latency=reductions * links.latency(size),
         waits=assumptions.engine_waits,
         per_token=engine.kv_per_token / bytes_per_s,
         per_sequence=per_sequence,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.colocation_checks import host_problems
-from megatron_bapo.config.fp8 import capability_problem
+from megatron_bapo.config.colocation_checks import host_problems, layer_problems
 from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import UserError
 from megatron_bapo.planning.concurrency import concurrency
 from megatron_bapo.planning.generation_time import longest_request_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.host_memory import HostMemory, RecordedRoutes, recorded_routes
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
+from megatron_bapo.planning.placement import nodes_needed
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory, teacher_engine_memory
 from megatron_bapo.planning.settings import Placement
 from megatron_bapo.planning.timing import StepTime, step_time
@@ -76,12 +78,23 @@ class Plan:
         trainer, engines = self.config.parallel.world_size, self.num_engine_gpus
         return self.config.rollout.num_gpus(trainer, engines) + self.config.num_teacher_ranks
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
+        """Nodes that the launcher needs; if no number suffices, those whose GPUs the run would fill."""
+        with suppress(UserError):
+            return self._nodes_needed()
+        return self.num_filled_nodes
+
+    @property
+    def num_filled_nodes(self) -> int:
+        """Nodes that have as many GPUs as the run."""
         world, assumptions = self.config.parallel.world_size, self.assumptions
         if assumptions.engine_gpus_per_node is None:
             return -(-self.num_gpus // assumptions.gpus_per_node)
         return -(-world // assumptions.gpus_per_node) - (world - self.num_gpus) // assumptions.engine_gpus_per_node
+
+    def _nodes_needed(self) -> int:
+        return nodes_needed(self.config, self.assumptions.gpus_per_node, self.assumptions.engine_gpus_per_node)
 
     @property
     def gpus(self) -> str:
@@ -263,7 +276,8 @@ class Plan:
     @cached_property
     def problems(self) -> list[str]:
         """Reasons why the configuration does not fit, one line each; empty if it fits."""
-        return [*self._hardware_problems(), *self.problems_of_gpus, *self._host_problems()]
+        found = [*self._hardware_problems(), *self.problems_of_gpus, *self._host_problems()]
+        return found or [*self._placement_problems()]
 
     @property
     def problems_of_gpus(self) -> list[str]:
@@ -277,14 +291,20 @@ class Plan:
                 f"parallel.world_size={world} trainer ranks do not spread evenly over {num_nodes} nodes of {per_node} "
                 f"GPUs; take a multiple of {per_node}"
             )
-        fp8 = self.config.fp8
-        if fp8 is not None and (problem := capability_problem(fp8.recipe, self.gpu.capability)):
+        for problem in layer_problems(self.config, self.gpu.capability, has_transformer_engine=True):
             yield f"{self.gpu_name}: {problem}"
         if self.config.rollout.quantization is not None and self.engine_gpu.capability < ENGINE_FP8_CAPABILITY:
             yield (
                 f"rollout.quantization={self.config.rollout.quantization}: an {self.engine_gpu_name} has no FP8 "
                 "matrix products; remove the key"
             )
+
+    def _placement_problems(self) -> Iterator[str]:
+        """Yield why the launcher would not place the run on any number of nodes."""
+        try:
+            self._nodes_needed()
+        except UserError as error:
+            yield str(error)
 
     def _trainer_problems(self) -> Iterator[str]:
         worst = self.worst_stage
@@ -296,7 +316,7 @@ class Plan:
         fullest = self.fullest_resident_stage
         if self.placement == "colocated" and (needed := self.while_generating(fullest)) > self.gpu_bytes:
             engine, kept = self.engine.total, 0 if self.offloads_for_generation else fullest.resident
-            why = f" (rollout.gpu_memory_utilization={self.config.rollout.gpu_memory_utilization})"
+            why = f" ({self._cache_setting})"
             if self._kept_for_loading(fullest) + self.engine_while_loading > kept + engine:
                 engine, kept = self.engine_while_loading, self._kept_for_loading(fullest)
                 why = " to load new weights"
@@ -304,6 +324,14 @@ class Plan:
                 f"{self._place(fullest)} {f'keeps {gib(kept)}' if kept else 'is offloaded'} while the engine on its "
                 f"GPU takes {gib(engine)}{why}: together {gib(needed)} of {gib(self.gpu_bytes)}"
             )
+
+    @property
+    def _cache_setting(self) -> str:
+        """The key that decides how much of a GPU an engine takes, and its value."""
+        rollout = self.config.rollout
+        if rollout.kv_cache_gib is not None:
+            return f"rollout.kv_cache_gib={rollout.kv_cache_gib:g}"
+        return f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}"
 
     def _place(self, stage: StageMemory) -> str:
         parallel = self.config.parallel
@@ -321,11 +349,18 @@ class Plan:
                     f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"
                 )
         if self.placement == "separate" and (needed := self.engine_while_loading) > self.engine_gpu_bytes:
+            stored = " or set weight_sync.transport=store, which keeps them in host memory"
             yield (
                 f"an engine's GPU needs {gib(needed)} while it loads new weights, "
                 f"{gib(self.loading_bytes)} of it for the whole tensors of a layer; an "
-                f"{self.engine_gpu_name} has {gib(self.engine_gpu_bytes)}; lower rollout.gpu_memory_utilization="
-                f"{rollout.gpu_memory_utilization} or set weight_sync.transport=store, which keeps them in host memory"
+                f"{self.engine_gpu_name} has {gib(self.engine_gpu_bytes)}; lower {self._cache_setting}"
+                f"{stored if self.config.weight_sync.transport != 'store' else ''}"
+            )
+        free = self.engine_gpu_bytes * (1 - rollout.gpu_memory_utilization)
+        if self.placement == "separate" and rollout.kv_cache_gib is None and free < CUDA_CONTEXT_GIB * GIB:
+            yield (
+                f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} of an engine's GPU leaves "
+                f"{gib(free)} for the CUDA context, which needs {CUDA_CONTEXT_GIB} GiB; vLLM would not start; lower it"
             )
         teacher = self.config.algorithm.teacher_engines
         if teacher is not None and teacher.ranks_per_engine > per_node:

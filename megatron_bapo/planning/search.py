@@ -162,12 +162,18 @@ def _fitting(plan: Plan, layouts: Iterator[Settings], num_gpus: int) -> Iterator
         engines = [
             _largest_engine(candidate) for each in _with_offload(trainer) for candidate in _engines(each, num_gpus)
         ]
-        fitting = [candidate for candidate in engines if candidate.fits]
+        fitting = [candidate for candidate in engines if candidate.fits and _is_placed(candidate, num_gpus)]
         if not fitting and config.checkpoint.async_save:  # whose copy needs host memory
             waiting = [_with_same_trainer(each, {"checkpoint": {"async_save": False}}) for each in engines]
-            fitting = [candidate for candidate in waiting if candidate.fits]
+            fitting = [candidate for candidate in waiting if candidate.fits and _is_placed(candidate, num_gpus)]
         if fitting:
             yield min(fitting, key=lambda candidate: candidate.time.total)
+
+
+def _is_placed(plan: Plan, num_gpus: int) -> bool:
+    """Whether the launcher can place a run on the nodes that have `num_gpus` GPUs beside the teacher's."""
+    all_gpus = num_gpus + plan.config.num_teacher_ranks
+    return plan.num_nodes <= max(plan.num_filled_nodes, -(-all_gpus // plan.assumptions.gpus_per_node))
 
 
 def _wide_layouts(plan: Plan, num_gpus: int) -> Iterator[Settings]:
@@ -182,10 +188,10 @@ def _wide_layouts(plan: Plan, num_gpus: int) -> Iterator[Settings]:
 def _layouts(plan: Plan, num_gpus: int, *, usual: bool = True) -> Iterator[Settings]:
     config, arch, has_experts = plan.config, plan.architecture, bool(plan.architecture.moe_layers)
     modules = ("mlp",) * arch.has_dense_layers + ("moe",) * has_experts
-    worlds = [num_gpus] if plan.placement == "colocated" else [int(num_gpus * share) for share in TRAINER_SHARES]
+    worlds = [num_gpus] if plan.placement == "colocated" else _separate_sizes(num_gpus, plan.assumptions.gpus_per_node)
     most = USUAL_SIZE if usual else num_gpus
     most_tensor, most_experts = (USUAL_SIZE, USUAL_EXPERT_SIZE) if usual else (LARGEST_TENSOR_SIZE, num_gpus)
-    for world in filter(None, worlds):
+    for world in worlds:
         tensor_sizes = [size for size in _divisors(world, most_tensor) if arch.num_attention_heads % size == 0]
         stages = _divisors(world, min(most, arch.num_hidden_layers))
         context_sizes = _divisors(world, min(most, max(1, config.max_sequence_length // TOKEN_ROUNDING)))
@@ -194,6 +200,13 @@ def _layouts(plan: Plan, num_gpus: int, *, usual: bool = True) -> Iterator[Setti
             tensor_sizes, stages, VIRTUAL_SIZES, context_sizes, expert_sizes or [1], RECOMPUTE, (False, True)
         )
         yield from _layouts_of(plan, world, modules, axes)
+
+
+def _separate_sizes(num_gpus: int, per_node: int) -> list[int]:
+    """Return numbers of trainer ranks beside engines: shares of the GPUs, also rounded to whole nodes."""
+    shares = [int(num_gpus * share) for share in TRAINER_SHARES]
+    whole = [round(size / per_node) * per_node for size in shares]
+    return sorted({size for size in (*shares, *whole) if 0 < size < num_gpus})
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -125,7 +125,7 @@ def step_time(
         num_tokens=trainer.train_batch_size * length,
         num_gpus=config.parallel.world_size,
         peak_flops=gpu.bf16_tflops * 1e12,
-        overlapped=config.rollout.mode == "async",
+        overlapped=config.rollout.generates_while_training,
     )
 
 

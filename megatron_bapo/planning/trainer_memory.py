@@ -125,7 +125,7 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
     parallel, batch = config.parallel, largest_micro_batch(config, assumptions)
     lora: Any = config.model.lora
     chunks = stage_chunks(architecture, parallel, stage)
-    counts = in_flight(parallel, stage, num_micro_batches(config, assumptions))
+    counts = in_flight(parallel, stage, config.most_micro_batches)
     activations: Terms = Counter()
     for chunk, count in zip(chunks, counts, strict=True):
         for name, num_bytes in chunk_activations(architecture, parallel, chunk, batch, lora).items():

@@ -190,7 +190,7 @@ class _MicroBatchPasses:
         parallel = config.parallel
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         sp = tp if parallel.sequence_parallel else 1
-        self.tokens, self.links = tokens / cp, Links(gpu, assumptions)
+        self.tokens, self.links = tokens / cp, Links.of_trainer(config, gpu, assumptions)
         adapted = None if config.model.lora is None else config.model.lora.target_modules
         wide = Kernels(gpu, assumptions, adapted=adapted)
         num_moe, num_layers = len(arch.moe_layers), arch.num_hidden_layers
@@ -258,7 +258,7 @@ def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: A
     states = (model_state(config, arch, stage, assumptions=assumptions) for stage in stages)
     state = max(states, key=lambda each: each.gradients)
     ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)
-    link = Links(gpu, assumptions).bandwidth(parallel.tensor_model_parallel_size * dense)
+    link = Links.of_trainer(config, gpu, assumptions).bandwidth(parallel.tensor_model_parallel_size * dense)
     grad_bytes = min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype])
     trained = state.gradients / grad_bytes * DTYPE_BYTES[config.model.dtype]
     scatter, gather = state.gradients / link, min(state.parameters, trained) / link

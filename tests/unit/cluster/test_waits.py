@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from megatron_bapo.cluster import planes
-from megatron_bapo.cluster.placement import Node, place_run
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.planning.placement import Node, place_run
 from megatron_bapo.run_directory import RunDirectory
 from tests.ports import free_port
 from tests.unit.config.examples import config

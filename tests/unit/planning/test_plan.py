@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from megatron_bapo.planning.plan import Plan
@@ -206,6 +208,53 @@ def test_separate_engines_of_a_large_mixture_of_experts_need_gpu_memory_for_a_wh
     assert "set weight_sync.transport=store" in problem
     stored = recipe(NAME, *settings, "weight_sync.transport=store", placement="separate")
     assert not any("loads new weights" in problem for problem in stored.problems)
+
+
+def test_the_way_out_names_the_key_that_sets_the_cache() -> None:
+    settings = "rollout.kv_cache_gib=200", "weight_sync.transport=store"
+    (separate,) = recipe(NAME, *settings, placement="separate").problems
+    assert "lower rollout.kv_cache_gib=200" in separate
+    assert "gpu_memory_utilization" not in separate
+    assert "weight_sync.transport" not in separate
+    (colocated,) = recipe(NAME, *settings).problems
+    assert "(rollout.kv_cache_gib=200)" in colocated
+
+
+def test_an_engine_leaves_room_for_its_cuda_context() -> None:
+    """vLLM refuses to start if less than its share of the GPU is free (request_memory in vllm/v1/worker/utils.py)."""
+    (problem,) = recipe(NAME, "rollout.gpu_memory_utilization=1.0", placement="separate").problems
+    assert problem.startswith("rollout.gpu_memory_utilization=1.0 of an engine's GPU leaves 0.0 GiB")
+    assert recipe(NAME, "rollout.gpu_memory_utilization=0.99", placement="separate").fits
+
+
+def test_what_a_type_of_gpu_lacks_is_a_problem() -> None:
+    (problem,) = recipe(NAME, "rollout.batch_invariant=true", gpu="A100", placement="separate").problems
+    assert problem.startswith("A100: rollout.batch_invariant=true needs GPUs of compute capability 9.0 or higher")
+
+
+def test_a_run_has_the_nodes_on_which_the_launcher_places_it() -> None:
+    """12 trainer ranks take six GPUs of two nodes each, so that no engine of four GPUs fits beside them."""
+    settings = "parallel.world_size=12", "rollout.tensor_parallel_size=4"
+    plans = [recipe(NAME, *settings, f"rollout.num_engines={num}", placement="separate") for num in (1, 2, 3)]
+    assert [(plan.num_gpus, plan.num_nodes) for plan in plans] == [(16, 3), (20, 3), (24, 4)]
+
+
+def test_memory_does_not_depend_on_the_mean_response() -> None:
+    """A minibatch may be of long responses only, and then a stage holds as many micro-batches as its schedule."""
+    settings = "parallel.pipeline_model_parallel_size=4", "trainer.ppo_mini_batch_size=32"
+    plans = [
+        replace(plan, assumptions=replace(plan.assumptions, mean_response_fraction=mean))
+        for plan in [recipe("qwen2.5-32b_64gpus", *settings, "trainer.max_tokens_per_gpu=18432")]
+        for mean in (0.1, 0.5, 1.0)
+    ]
+    assert len({plan.while_training(plan.worst_stage) for plan in plans}) == 1
+    assert max(plans[0].stages[0].in_flight) == 4
+
+
+@pytest.mark.parametrize("settings", [("rollout.max_staleness=0",), ("rollout.colocate=true",)])
+def test_generation_takes_time_of_its_own_where_it_does_not_overlap_with_training(settings: tuple[str, ...]) -> None:
+    time = recipe("r1-distill-qwen-7b_16gpus_async", *settings).time
+    assert time.total == time.generation + time.training + time.between + time.weight_sync + time.offload
 
 
 def test_overlapped_generation_and_training_take_as_long_as_the_longer_of_the_two() -> None:

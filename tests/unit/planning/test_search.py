@@ -5,6 +5,7 @@ import pytest
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.planning.advice import advice, obstacles
 from megatron_bapo.planning.hardware import Assumptions
+from megatron_bapo.planning.placement import alike_nodes, place_run
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.rendering import layout_name
 from megatron_bapo.planning.search import search
@@ -97,7 +98,17 @@ def test_engines_may_be_of_the_configured_size_or_larger_where_no_usual_one_hold
     monkeypatch.setattr("megatron_bapo.planning.search.LARGE_SIZES", large)
     plan = recipe("qwen2.5-32b_8gpus", f"rollout.tensor_parallel_size={configured}", placement="separate")
     found = search(replace(plan, separate_gpu_name="L40S"), 16)
-    assert {each.config.rollout.tensor_parallel_size for each in found} == {4}
+    beside = [each.config.rollout for each in found if each.config.parallel.world_size == 8]  # on a node of their own
+    assert {rollout.tensor_parallel_size for rollout in beside} == {4}
+
+
+def test_layouts_that_the_launcher_cannot_place_are_left_out() -> None:
+    """It spreads 12 trainer ranks over two nodes, which leaves two GPUs on each and eight on the third."""
+    found = search(recipe("qwen3-32b_8gpus", placement="separate"), 24)
+    nodes = alike_nodes(3, 8)
+    assert {each.config.parallel.world_size for each in found} >= {8, 12, 16}
+    for each in found:
+        assert len(place_run(each.config, nodes).engine_nodes) == each.config.rollout.num_engines
 
 
 def test_nothing_is_found_where_nothing_fits() -> None:

@@ -1,9 +1,9 @@
 import pytest
 
-from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
 from megatron_bapo.cluster.planes import Hosts
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
+from megatron_bapo.planning.placement import Node, RunPlacement, place_run
 from tests.unit.config.examples import config
 
 

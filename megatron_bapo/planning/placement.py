@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -24,6 +25,11 @@ class Node:
     address: str
     num_gpus: int = 0
     role: Role = "any"
+
+
+def alike_nodes(num: int, num_gpus: int, role: Role = "any") -> list[Node]:
+    """Return nodes for a run that is only planned."""
+    return [Node(f"{role} {number}", f"{role} {number}", num_gpus, role) for number in range(num)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,39 @@ def place_run(config: Config, nodes: Sequence[Node]) -> RunPlacement:
     if len(teachers) < teacher.rollout.num_engines:
         raise UserError(_too_many_teachers(teacher.rollout, len(teachers), used))
     return replace(placed, teacher_nodes=tuple(node for nodes in teachers for node in nodes))
+
+
+def fewest_nodes(
+    config: Config, gpus_per_node: int, role: Role, others: Sequence[Node], *, first: int, most: int
+) -> int:
+    """Return the smallest number of alike nodes, from `first` on, on which a run is placed beside the `others`.
+
+    Raises UserError if `most` of them do not suffice.
+    """
+    place_run(config, [*alike_nodes(most, gpus_per_node, role), *others])
+    for number in range(first, most):
+        with suppress(UserError):
+            place_run(config, [*alike_nodes(number, gpus_per_node, role), *others])
+            return number
+    return most
+
+
+def nodes_needed(config: Config, gpus_per_node: int, engine_gpus_per_node: int | None) -> int:
+    """Return the smallest number of nodes on which a run is placed.
+
+    All nodes are alike, or separate engines have nodes of their own kind, with `engine_gpus_per_node` GPUs each. Raises
+    UserError if no number suffices.
+    """
+    rollout, world_size = config.rollout, config.parallel.world_size
+    most = rollout.num_engines * rollout.nodes_per_engine + config.num_teacher_ranks
+    if engine_gpus_per_node is None:
+        num_gpus = rollout.num_gpus(world_size, config.num_engine_ranks) + config.num_teacher_ranks
+        first = -(-num_gpus // gpus_per_node)
+        return fewest_nodes(config, gpus_per_node, "any", [], first=first, most=first + most)
+    trainers = alike_nodes(-(-world_size // gpus_per_node), gpus_per_node, "trainer")
+    first = -(-(config.num_engine_ranks + config.num_teacher_ranks) // engine_gpus_per_node)
+    found = fewest_nodes(config, engine_gpus_per_node, "rollout", trainers, first=first, most=first + most)
+    return len(trainers) + found
 
 
 def _place_by_gpus(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tuple[Node, ...]]:
