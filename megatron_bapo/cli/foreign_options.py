@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +20,36 @@ class KeyCommand(TyperCommand):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         own = {option for parameter in self.params for option in parameter.opts}
+        unknown = dict[str, str]()
         for position, argument in enumerate(args):
             name, equals, value = argument.partition("=")
             if name.startswith("--") and name not in own:
                 following = args[position + 1 : position + 2]
                 given = [value] if equals else [each for each in following if not each.startswith("-")]
-                with messages():
-                    _refuse(name, given[0] if given else "true", args)
+                unknown[name] = given[0] if given else "true"
+        if unknown:
+            with messages():
+                _refuse(unknown, args)
         return super().parse_args(ctx, args)
 
 
-def _refuse(option: str, value: str, args: Sequence[str]) -> None:
-    """Raise UserError if the option is another project's."""
-    from megatron_bapo.config.foreign_hints import option_hint
+def _refuse(unknown: Mapping[str, str], args: Sequence[str]) -> None:
+    """Raise UserError with one line for each option, given with its value, that is another project's or a key."""
+    from megatron_bapo.config.foreign_hints import option_hint, with_given
+    from megatron_bapo.config.loading import dotted_keys
+    from megatron_bapo.config.schema import Config
     from megatron_bapo.config.yaml_text import parse_yaml
 
-    if hint := option_hint(option, parse_yaml(value, f"the value of {option}"), _known(args)):
-        raise UserError(f"{option} is no option here, where keys are given as KEY=VALUE; {hint}")
+    values = {option: parse_yaml(value, f"the value of {option}") for option, value in unknown.items()}
+    known, keys = with_given(((name.lstrip("-"), value) for name, value in values.items()), _known(args)), set[str]()
+    keys |= {*dotted_keys(Config)}
+    hints = {
+        option: f"write {option[2:]}={unknown[option]}" if option[2:] in keys else option_hint(option, value, known)
+        for option, value in values.items()
+    }
+    lines = [f"{option}: {hint}" for option, hint in hints.items() if hint]
+    if lines:
+        raise UserError("\n  ".join(["keys are given as KEY=VALUE here, and not as options:", *lines]))
 
 
 def _known(args: Sequence[str]) -> Callable[[str], Any]:

@@ -15,7 +15,7 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import USER_ERROR, UserError
-from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.advice import advice, plan_warnings
 from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of, teacher_of
 from megatron_bapo.planning.plan import Plan
@@ -185,7 +185,7 @@ def _print_search(given: Config, plan: Plan, num_gpus: int, *, as_json: bool) ->
 
 def _print_memory_and_time(given: Config, plan: Plan, where: str, *, as_json: bool) -> bool:
     warnings = check_planned(plan.config, plan.architecture, where, teacher_of(plan.config))
-    warnings += plan.time_warnings
+    warnings += plan_warnings(plan)
     fitting = plan if plan.fits else advice(plan)
     would_fit = [] if fitting is None else changes(given, fitting.config)
     if as_json:

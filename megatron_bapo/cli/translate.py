@@ -16,7 +16,8 @@ From = Literal["verl", "nemo-rl", "auto"]
 
 @app.command(
     epilog="Translate a configuration of verl with the overrides of its run_*.sh:\n"
-    "[bold]megatron-bapo translate ppo_megatron_trainer.yaml actor_rollout_ref.rollout.n=16 --output mine.yaml[/]\n\n"
+    "[bold]megatron-bapo translate ppo_megatron_trainer.yaml \\\n"
+    "    actor_rollout_ref.rollout.n=16 --output mine.yaml[/]\n\n"
     "Translate a configuration of NeMo-RL with the files that it extends:\n"
     "[bold]megatron-bapo translate grpo_math_8B_megatron.yaml[/]\n\n"
     "Exit codes: 0 done, 2 the input is wrong.",

@@ -48,7 +48,8 @@ def read_foreign(path: Path, overrides: Sequence[str]) -> ForeignFile:
     """Read a file with its defaults list and overrides. Raises UserError for what cannot be read."""
     if path.suffix == ".sh":
         raise UserError(
-            f"{path} is a script, which is not run; add `--cfg job > full.yaml` to its command, which then writes the "
+            f"{path} is a script, which is not run. Options of slime, OpenRLHF and TRL are in "
+            "docs/guides/coming_from.md. For verl, add `--cfg job > full.yaml` to its command, which then writes the "
             "whole configuration, or give the YAML file that the command names (--config-name, by default "
             "ppo_trainer.yaml) and its KEY=VALUE arguments"
         )

@@ -18,7 +18,7 @@ from megatron_bapo.config.cluster import ClusterConfig, ContainerConfig, NodesCo
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.files import make_folder
-from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.advice import advice, plan_warnings
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of, teacher_of
 from megatron_bapo.planning.placement import Node, Role, alike_nodes, fewest_nodes, place_run
@@ -82,7 +82,10 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
     plan = Plan(config, architecture, cluster.gpu, assumptions, engine_gpu)
     if not plan.fits:
         fitting = advice(plan)
-        would_fit = ["`plan --search` lists layouts that fit"]
+        would_fit = [
+            f"and no layout of the search does; `megatron-bapo plan CONFIG --gpu {cluster.gpu} --host-gib "
+            f"{assumptions.host_memory_gib:g} --search --num-gpus N` tries other numbers of GPUs"
+        ]
         if fitting is not None:
             would_fit = [f"this would fit: {' '.join(changes(config, fitting.config))}"]
         names = ("memory", "memory" if cluster.rollout_nodes is None else "rollout_nodes.memory")
@@ -92,6 +95,7 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
                     f"{name}={nodes.memory} in the cluster's file is what the job gets of {host.node}; raise it"
                 )
         raise UserError("\n  ".join([f"it does not fit on {plan.gpus}:", *plan.problems, *would_fit]))
+    warnings += plan_warnings(plan)
     if cluster.python is None and cluster.container is None and not any(distributions(name="vllm")):
         warnings.append(
             f"{sys.executable}, which the nodes will use, has no CUDA packages: run `make setup` on a node with GPUs"

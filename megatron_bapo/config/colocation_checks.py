@@ -88,7 +88,7 @@ def _cpu_engine_problems(config: Config) -> Iterator[str]:
     if rollout.sleep_level:
         yield (
             f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees no "
-            "memory when it sleeps; set sleep_level=0"
+            "memory when it sleeps; set sleep_level=0, or start the run where there are GPUs (megatron-bapo submit)"
         )
     if sync.transport == "cuda_ipc":
         yield ("weight_sync.transport=cuda_ipc on a machine without a GPU: it shares GPU memory; set transport=store")
@@ -100,7 +100,10 @@ def _cpu_engine_problems(config: Config) -> Iterator[str]:
     if rollout.batch_invariant:
         yield "rollout.batch_invariant=true on a machine without a GPU, which has no such kernels; remove it"
     if not rollout.enforce_eager:
-        yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; remove it"
+        yield (
+            "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; set enforce_eager=true, or "
+            "start the run where there are GPUs (megatron-bapo submit)"
+        )
     if config.logging.memory_snapshot_step is not None:
         yield (
             f"logging.memory_snapshot_step={config.logging.memory_snapshot_step} on a machine without a GPU: it "

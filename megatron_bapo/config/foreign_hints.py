@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -49,6 +49,19 @@ def key_hints(key: str, value: Any, keys: Sequence[str], *, in_section: bool, kn
         rest = len(leaves) - MAX_HINTS
         first[key] = ({}, f"{rest} more keys below it; `megatron-bapo translate FILE` translates the file")
     return first
+
+
+def with_given(leaves: Iterable[tuple[str, Any]], known: Known) -> Known:
+    """Return `known` with the values that other projects' keys among the leaves give ours, such as rollout.n.
+
+    So a batch that is given in prompts is converted by the responses per prompt that are given beside it.
+    """
+    given = dict[str, Any]()
+    for key, value in leaves:
+        for row in (named(project, key) for project in projects()):
+            if row is not None and row.convert == "same" and len(row.ours) == 1 and row.values is None:
+                given[row.ours[0]] = value
+    return lambda key: given[key] if key in given else known(key)
 
 
 def option_hint(option: str, value: Any, known: Known) -> str | None:

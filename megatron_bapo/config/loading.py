@@ -189,7 +189,7 @@ def _overridden(
 
 def _parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
-    parts = key.split(".")
+    parts = key.lstrip("+").split(".")  # Hydra marks a key with + that the file does not have
     if not (equals and text and all(parts)):
         raise UserError(
             f"override {override!r} must be KEY=VALUE with a dotted key, such as optimizer.lr=2e-6 (KEY=null restores "
@@ -245,7 +245,7 @@ def problems_of(error: ValidationError, root: type[Section], document: Mapping[s
             problems += _unknown_key(location, errors[0]["input"], root, document)
         elif not any(other[: len(location)] == location != other for other in found):
             # With an error below, the value has one of the field's types, and only this type's error is of use.
-            problems.append(_broken_rule(".".join(location), errors))
+            problems.append(_broken_rule(".".join(location), errors) + _key_below(location, errors[0], root))
     return problems
 
 
@@ -275,6 +275,19 @@ def _broken_rule(key: str, errors: Sequence[ErrorDetails]) -> str:
     return f"{key}={_shown(value)}: {rules}" + ("; remove the key to use its default" if value is None else "")
 
 
+def _key_below(location: tuple[str, ...], error: ErrorDetails, root: type[Section]) -> str:
+    """Return the key that may have been meant where a section got a plain value."""
+    section, value = root, error["input"]
+    for name in location:
+        section = _subsection(section, name) if section is not None else None
+    if section is None or not error["type"].startswith("model") or isinstance(value, Mapping | list) or value is None:
+        return ""
+    key = ".".join(location)
+    if "path" in section.model_fields and isinstance(value, str):
+        return f"; did you mean {key}.path={value}?"
+    return f"; its keys are {', '.join(f'{key}.{name}' for name in [*section.model_fields][:3])} and others"
+
+
 def _rule(key: str, error: ErrorDetails) -> str:
     kind = error["type"]
     if kind == "value_error":
@@ -292,10 +305,12 @@ def _unknown_key(
     location: tuple[str, ...], value: Any, root: type[Section], document: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield what to write instead: our key for another project's, else the nearest name."""
-    from megatron_bapo.config.foreign_hints import key_hints
+    from megatron_bapo.config.foreign_hints import key_hints, with_given
+    from megatron_bapo.config.foreign_keys import flattened
 
     key, keys = ".".join(location), list(dotted_keys(root))
-    in_section, known = ".".join(location[:-1]) in ("", *keys), partial(value_in, root, document)
+    others = ((name, each) for name, each in flattened(document, "") if name not in keys)
+    in_section, known = ".".join(location[:-1]) in ("", *keys), with_given(others, partial(value_in, root, document))
     hints = {} if key in keys else key_hints(key, value, keys, in_section=in_section, known=known)
     for theirs, (given, hint) in (hints or {key: (value, _nearest(location, value, root))}).items():
         yield f"{theirs}={_shown(given)}: unknown key; {hint}"

@@ -54,7 +54,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
             f"rollout.sleep_level={rollout.sleep_level} and trainer.offload={str(config.trainer.offload).lower()} make "
             f"trainer and engines take turns, but rollout.mode={rollout.mode} with partial_rollout.over_sampling="
             f"{partial.over_sampling} lets both work at the same time; set mode=sync and over_sampling=1, or "
-            "sleep_level=0 and offload=false"
+            f"{'colocate=false, ' if rollout.colocate else ''}sleep_level=0 and offload=false, with engines on GPUs of "
+            "their own"
         )
     if rollout.max_reuse > 1 and config.trainer.ppo_epochs > 1:
         yield (

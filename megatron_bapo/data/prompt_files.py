@@ -24,6 +24,21 @@ _SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
 class Malformed(ValueError):
     """A row that breaks a rule; the caller decides whether this ends the run."""
 
+    def followed_by(self, more: str) -> Malformed:
+        """Return the same error with a longer message."""
+        return Malformed(f"{self}{more}")
+
+
+class MissingColumn(Malformed):
+    """A row without the column that `key` of a prompt source names; all rows may lack it. "" for a row without any."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+    def followed_by(self, more: str) -> MissingColumn:
+        return MissingColumn(f"{self}{more}", self.key)
+
 
 Row = bytes | dict[str, Any] | Malformed
 """An undecoded line, a row as a dict of columns, or a row that cannot be read."""

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.data.choices import lettered
 from megatron_bapo.data.contamination import normalized_text
-from megatron_bapo.data.prompt_files import Malformed, Row, decode, read_rows
+from megatron_bapo.data.prompt_files import Malformed, MissingColumn, Row, decode, read_rows
 from megatron_bapo.data.reasoning_gym_tasks import generate_entries
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Prompt
@@ -80,7 +80,7 @@ def read_prompts(
         try:
             yield where, _to_prompt(decode(raw), source, path, f"{name}:{index}", system_prompt)
         except Malformed as error:
-            yield where, error if raw is error else Malformed(f"{error}; the row starts {_excerpt(raw)}")
+            yield where, error if raw is error else error.followed_by(f"; the row starts {_excerpt(raw)}")
 
 
 def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt: str | None) -> PromptSet:
@@ -89,11 +89,14 @@ def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt:
 
     def well_formed() -> Iterable[Prompt]:
         nonlocal num_skipped
-        for where, row in read_prompts(source, path, name=name, system_prompt=system_prompt):
+        rows = read_prompts(source, path, name=name, system_prompt=system_prompt)
+        for index, (where, row) in enumerate(rows):
             if isinstance(row, Prompt):
                 yield row
                 continue
             problem = f"{where}: {row}"
+            if source.on_bad_line == "stop" and isinstance(row, MissingColumn) and row.key and index == 0:
+                raise UserError(f"{problem}. Set data.{name}.{row.key} to it.")  # all rows may lack the column
             if source.on_bad_line == "stop":
                 raise UserError(f"{problem}. Correct it, or set data.{name}.on_bad_line=skip to skip such rows.")
             num_skipped += 1
@@ -113,15 +116,17 @@ def _to_prompt(
 ) -> Prompt:
     prompt = _lookup(row, source.prompt_key)
     if prompt is None:
-        raise Malformed(
-            f"no {source.prompt_key!r} among the keys {sorted(row)}; prompt_key names the column of the prompt"
+        raise MissingColumn(
+            f"no {source.prompt_key!r} among the keys {sorted(row)}; prompt_key names the column of the prompt",
+            "prompt_key" if row else "",
         )
     label_keys = LABEL_KEYS if source.label_key is None else (source.label_key,)
     ground_truth = next((value for key in label_keys if (value := _lookup(row, key)) is not None), None)
     if ground_truth is None:
-        raise Malformed(
+        raise MissingColumn(
             f"no ground truth under {' or '.join(map(repr, label_keys))} among the keys {sorted(row)}; "
-            "label_key names the column of the ground truth"
+            "label_key names the column of the ground truth",
+            "label_key" if row else "",
         )
     messages = _messages(prompt, system_prompt)
     if source.choices_key is not None:

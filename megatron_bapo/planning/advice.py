@@ -1,4 +1,4 @@
-"""Find the smallest change with which a configuration fits."""
+"""Find the smallest change with which a configuration fits, and what to improve in one that fits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_bapo.config.checks import planned_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.generation_time import longest_request_seconds
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.search import TOKEN_ROUNDING, broken_rules, limited_engine, nearest, search
@@ -59,6 +60,32 @@ def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
     return near, lines
 
 
+def plan_warnings(plan: Plan) -> list[str]:
+    """Return what a run would do that its user may not want, although it fits."""
+    return [*_idle_gpus(plan), *_slow_requests(plan)]
+
+
+def _idle_gpus(plan: Plan) -> Iterator[str]:
+    rollout, world = plan.config.rollout, plan.config.parallel.world_size
+    used, each = plan.num_engine_gpus, rollout.ranks_per_engine
+    if plan.placement == "colocated" and used + each <= world:
+        yield (
+            f"rollout.num_engines={rollout.num_engines} engines of {each} GPUs use {used} of the trainer's {world} "
+            f"GPUs while responses are generated. Set it to {world // each} to use all"
+        )
+
+
+def _slow_requests(plan: Plan) -> Iterator[str]:
+    """Warn about a limit that requests may exceed; generation may take twice as long as estimated."""
+    parts = plan.config, plan.architecture, plan.engine_gpu, plan.engine, plan.assumptions.of_engine_nodes
+    seconds, limit_s = longest_request_seconds(*parts), plan.config.rollout.request_limit_s
+    if 2.0 * seconds > limit_s:
+        yield (
+            f"rollout.request_timeout_s={limit_s:.0f} fails requests that take longer, and the longest one on a "
+            f"full engine is estimated to take {seconds:.0f} s. Set it to {2.0 * seconds:.0f} or more"
+        )
+
+
 def _without_store(plan: Plan) -> str:
     """Return the transports that need no weight store, as the plan's placement and number of nodes allow."""
     if plan.placement == "separate":
@@ -83,6 +110,9 @@ def _small_changes(plan: Plan) -> Iterator[Settings]:
     recompute: Settings = {"parallel": {"recompute_granularity": "full"}}
     spread: Settings = {"parallel": {"use_distributed_optimizer": True}}
     offload: Settings = {"parallel": {"use_distributed_optimizer": True}, "optimizer": {"cpu_offload": True}}
+    turns: Settings = {"rollout": {"sleep_level": 2}, "trainer": {"offload": True}}
     yield {}
+    if plan.placement == "colocated":
+        yield from ({"rollout": turns["rollout"]}, turns)
     yield from (spread, shorter, recompute, shorter | recompute, offload)
     yield {**shorter, "parallel": recompute["parallel"] | offload["parallel"], "optimizer": offload["optimizer"]}

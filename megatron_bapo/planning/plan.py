@@ -12,7 +12,6 @@ from megatron_bapo.config.colocation_checks import host_problems, layer_problems
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 from megatron_bapo.planning.concurrency import concurrency
-from megatron_bapo.planning.generation_time import longest_request_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.host_memory import HostMemory, RecordedRoutes, recorded_routes
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
@@ -137,18 +136,6 @@ class Plan:
             self.training,
             [stage.state for stage in self.stages],
         )
-
-    @property
-    def time_warnings(self) -> list[str]:
-        """Warns about a limit that requests may exceed; generation may take twice as long as estimated."""
-        parts = self.config, self.architecture, self.engine_gpu, self.engine, self.assumptions.of_engine_nodes
-        seconds, limit_s = longest_request_seconds(*parts), self.config.rollout.request_limit_s
-        if 2.0 * seconds <= limit_s:
-            return []
-        return [
-            f"rollout.request_timeout_s={limit_s:.0f} fails requests that take longer, and the longest one on a "
-            f"full engine is estimated to take {seconds:.0f} s. Set it to {2.0 * seconds:.0f} or more"
-        ]
 
     def while_training(self, stage: StageMemory) -> int:
         """Return the peak bytes on one of a stage's GPUs during training."""

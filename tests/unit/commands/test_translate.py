@@ -736,7 +736,10 @@ def test_a_file_that_cannot_be_translated_is_refused_with_the_reason(tmp_path: P
 
 def test_a_missing_file_and_a_bad_override_are_refused(tmp_path: Path) -> None:
     assert "cannot read no/such.yaml: No such file" in refused(Path("no/such.yaml"))
-    assert "is a script, which is not run; add `--cfg job > full.yaml` to its command" in refused(Path("run_grpo.sh"))
+    assert (
+        "is a script, which is not run. Options of slime, OpenRLHF and TRL are in docs/guides/coming_from.md."
+        in refused(Path("run_grpo.sh"))
+    )
     file = write(tmp_path, VERL)
     assert "override 'rollout.n' must be KEY=VALUE" in refused(file, "rollout.n")
     assert "override 'a=[1' line 1: expected ',' or ']'" in refused(file, "a=[1")

@@ -370,6 +370,10 @@ def test_an_option_of_another_project_is_answered_with_ours(config_file: Path) -
     assert expected in invoke("--rollout-batch-size", "32")
     assert expected in invoke("--rollout-batch-size=32")
     assert "set trainer.train_batch_size=256" in invoke("--rollout-batch-size", "32", "rollout.n=8")
+    several = invoke("--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--trainer.total_steps=3")
+    assert "set trainer.train_batch_size=256" in several
+    assert "set rollout.n=8" in several
+    assert "write trainer.total_steps=3" in several
     assert "set rollout.n=8" in invoke("--n_samples_per_prompt", "8")
     assert "set rollout.n=8" in invoke("--rollout.n_samples_per_prompt", "8")
     assert "set rollout.colocate=true" in invoke("--colocate", "--dry-run")
@@ -386,3 +390,15 @@ def test_the_map_is_read_only_where_a_key_is_wrong(config_file: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "read: []" in result.stdout, result.stderr
+
+
+def test_a_batch_of_prompts_is_converted_by_the_responses_that_are_given_beside_it(config_file: Path) -> None:
+    arguments = (
+        "data.train_batch_size=512",
+        "actor_rollout_ref.rollout.n=8",
+        "++actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    )
+    with pytest.raises(UserError) as caught:
+        load_config(config_file, arguments)
+    for expected in ("set trainer.train_batch_size=4096", "set rollout.n=8", "set trainer.ppo_mini_batch_size=1024"):
+        assert expected in str(caught.value)

@@ -124,6 +124,12 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
             "data.train_batch_size=3",
             "verl's data.train_batch_size is trainer.train_batch_size here (3 prompts x rollout.n=",
         ),
+        (
+            "+data.train_batch_size=3",
+            "verl's data.train_batch_size is trainer.train_batch_size here (3 prompts x rollout.n=",
+        ),
+        ("model=Qwen/Qwen3-32B", "a mapping of keys to values; did you mean model.path=Qwen/Qwen3-32B?"),
+        ("logging.wandb=true", "a mapping of keys to values; its keys are logging.wandb.project, logging.wandb."),
         ("train_batch_size=3", "did you mean trainer.train_batch_size? It counts trajectories, rollout.n for"),
         ("run_dir=3", "run_dir=3: must be a path, written as text"),
         ("rollout=3", "rollout=3: must be a section: a mapping of keys to values"),

@@ -271,3 +271,12 @@ def test_held_out_prompts_are_found_whatever_their_spaces_case_and_system_prompt
     rows = ({"prompt": chat, "answer": 2}, {"prompt": "What is 1 - 1?", "answer": 0})
     kept, num_left_out = without(load(write_jsonl(tmp_path, *rows)).prompts, held_out)
     assert ([prompt.ground_truth for prompt in kept], num_left_out) == (["0"], 1)
+
+
+def test_a_column_that_the_first_row_lacks_is_answered_with_the_key_that_names_it(tmp_path: Path) -> None:
+    """To skip such rows would often skip all."""
+    first = {"question": "2+2", "answer": "4"}
+    with pytest.raises(UserError, match=r"Set data\.train\.prompt_key to it\.$"):
+        load(write_jsonl(tmp_path, first))
+    with pytest.raises(UserError, match=r"on_bad_line=skip"):
+        load(write_jsonl(tmp_path, {"prompt": "1+1", "answer": "2"}, first))

@@ -5,6 +5,7 @@ import pytest
 
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.planning.advice import plan_warnings
 from megatron_bapo.planning.search import search
 from tests.unit.planning.examples import RECIPES, recipe
 
@@ -15,7 +16,7 @@ NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 def test_a_recipe_keeps_every_rule_without_a_warning_and_fits(name: str) -> None:
     plan = recipe(name)
     assert check_planned(plan.config, plan.architecture, name) == []
-    assert plan.problems == plan.time_warnings == []
+    assert plan.problems == plan_warnings(plan) == []
     assert recipe(name, gpu="H200").fits
     assert recipe(name, gpu="H200", placement="separate").fits
 
@@ -28,9 +29,9 @@ def test_no_layout_that_a_search_proposes_is_much_faster_than_a_recipe(name: str
 
 
 def test_a_limit_that_a_long_response_may_exceed_is_warned_about() -> None:
-    (warning,) = recipe("paper_32b_64k", "rollout.request_timeout_s=1200").time_warnings
+    (warning,) = plan_warnings(recipe("paper_32b_64k", "rollout.request_timeout_s=1200"))
     assert warning.startswith("rollout.request_timeout_s=1200 fails requests that take longer, and the longest")
-    assert recipe("paper_32b_64k").time_warnings == []
+    assert plan_warnings(recipe("paper_32b_64k")) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,3 +84,10 @@ def test_the_table_of_recipes_is_what_its_command_prints() -> None:
 
     written = (RECIPES.parents[1] / "docs" / "guides" / "recipes.md").read_text()
     assert table() in written
+
+
+def test_gpus_that_engines_leave_idle_are_warned_of() -> None:
+    name = "r1-distill-qwen-32b_64gpus"
+    (warning,) = plan_warnings(recipe(name, "parallel.world_size=128"))
+    assert "rollout.num_engines=16 engines of 4 GPUs use 64 of the trainer's 128 GPUs" in warning
+    assert warning.endswith("Set it to 32 to use all")
