@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,13 +14,12 @@ import numpy as np
 
 from megatron_bapo.cluster.ray_cluster import ActorDied, await_result, cancel_call, create_actor, head_address, kill
 from megatron_bapo.cluster.trainer_process import LOOPBACK
-from megatron_bapo.cluster.trainer_process import kill as kill_processes
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.event_loop import answered_within
 from megatron_bapo.model.weight_layouts import engine_places, engine_route
 from megatron_bapo.rollout.engine import Engine, engine_environment
-from megatron_bapo.rollout.engine_nodes import EngineFollower, Processes, node_environment
+from megatron_bapo.rollout.engine_nodes import ENGINE_MARK, EngineFollower, kill_marked, node_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.run_directory import RunDirectory
@@ -46,12 +46,12 @@ class EnginePlacement:
     agent: Any = None
     """Handle of the `NodeAgent` on the node, where that may be another machine."""
 
-    def kill(self, processes: Processes) -> None:
-        """Kill processes of this node; does not wait where it is another machine."""
+    def kill_engine(self, mark: str) -> None:
+        """Kill an engine's processes on this node; does not wait where it is another machine."""
         if self.agent is None:
-            kill_processes(processes)
+            kill_marked(mark)
         else:
-            self.agent.kill.remote(processes)
+            self.agent.kill_engine.remote(mark)
 
 
 class EngineActor:
@@ -83,7 +83,7 @@ class EngineActor:
         self._config, self._settings = config, config.rollout
         self._index, self._placements, self._num_restarts = index, tuple(placements), num_restarts
         self._is_teacher = is_teacher
-        self._processes: dict[str, Processes] = {}
+        self._mark = secrets.token_hex(8)
         self.places = tuple(engine_places(config, index))
         first, others = self._placements[0], self._placements[1:]
         self.handle = self._create(Engine, first)
@@ -115,6 +115,7 @@ class EngineActor:
             batch_invariant=self._settings.batch_invariant,
             second_model_runner=self._config.algorithm.replays_rollout,
         )
+        environment[ENGINE_MARK] = self._mark
         if self._config.weight_sync.transport == "nccl":  # its ranks connect to those of other hosts
             environment |= {name: value for name, value in placement.network.items() if name.startswith("NCCL_")}
         if len(self._placements) > 1:
@@ -134,18 +135,14 @@ class EngineActor:
     async def started(self) -> int:
         """Wait until the engine serves the initial model; returns the size of its KV cache in tokens."""
         # A follower that does not start is the reason why the others wait for it.
-        calls = [asyncio.ensure_future(self._started(name, call)) for name, call in self.starting.items()]
+        limit_s = self._settings.start_timeout_s
+        calls = [asyncio.ensure_future(engine_result(call, name, limit_s)) for name, call in self.starting.items()]
         try:
             facts, *_ = await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
         return facts.kv_cache_tokens
-
-    async def _started(self, name: str, call: Awaitable[Any]) -> Any:
-        started = await engine_result(call, name, self._settings.start_timeout_s)
-        self._processes[name] = started.processes
-        return started
 
     def replacement(self) -> EngineActor:
         """Kill what is left of this engine and start another one on the same GPUs, without waiting for it."""
@@ -211,8 +208,8 @@ class EngineActor:
         for handle in self.handles:
             kill(handle)
         # A stopped process cannot end itself, and vLLM's own processes outlive a killed engine.
-        for name, placement in zip(self.starting, self._placements, strict=True):
-            placement.kill(self._processes.get(name, ()))
+        for placement in self._placements:
+            placement.kill_engine(self._mark)
 
     async def _call(self, reference: Awaitable[Any], timeout_s: float) -> Any:
         return await engine_result(reference, self.name, timeout_s)

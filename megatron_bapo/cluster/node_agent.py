@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 
 from megatron_bapo.cluster.run_end import StopRequest
-from megatron_bapo.cluster.trainer_process import TrainerNode, end, kill, network_environment, start_trainer
+from megatron_bapo.cluster.trainer_process import TrainerNode, end, network_environment, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import layer_problems
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import UserError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
-from megatron_bapo.rollout.engine_nodes import Processes
+from megatron_bapo.rollout.engine_nodes import kill_marked
 from megatron_bapo.weight_sync.transport import WeightStore
 
 _POLL_S = 0.25
@@ -88,9 +88,9 @@ class NodeAgent:
         assert self._trainer.returncode is not None
         return self._trainer.returncode
 
-    async def kill(self, processes: Processes) -> None:
-        """Kill processes of this node."""
-        kill(processes)
+    async def kill_engine(self, mark: str) -> None:
+        """Kill the processes on this node of an engine with this mark."""
+        kill_marked(mark)
 
     async def close(self) -> None:
         """End the trainer ranks and remove the weight stores."""

@@ -18,7 +18,6 @@ import psutil
 from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.cluster.ray_cluster import SEVERAL_MACHINES
 from megatron_bapo.errors import UserError
-from megatron_bapo.rollout.engine_nodes import Processes, start_ticks
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
@@ -186,11 +185,3 @@ def _is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def kill(processes: Processes) -> None:
-    """Kill processes of this machine; a reused process id is left alone."""
-    for pid, start in processes:
-        with suppress(OSError):  # the process has ended
-            if start_ticks(pid) == start:
-                os.kill(pid, signal.SIGKILL)

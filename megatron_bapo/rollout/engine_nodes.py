@@ -7,7 +7,10 @@ dies nor when a node is lost, so the rollout plane asks the followers for their 
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
 
 _SHARED_MEMORY = "/dev/shm/psm_"
 """Prefix of the files of Python's multiprocessing.shared_memory."""
-Processes = tuple[tuple[int, int], ...]
-"""Process ids and the processes' starts by `start_ticks`."""
+ENGINE_MARK = "MEGATRON_BAPO_ENGINE"
+"""Environment variable of an engine's processes, also of those that vLLM starts; each start has a value of its own."""
 
 
 def node_environment(address: str) -> dict[str, str]:
@@ -64,35 +67,44 @@ class Meeting:
 class StartedRanks:
     """The ranks of an engine on one node."""
 
-    processes: Processes
-    """The actor's own process and vLLM's processes on the node."""
+    processes: tuple[int, ...]
+    """Ids of the actor's own process and of vLLM's processes on the node."""
 
 
-def own_processes() -> Processes:
-    """Return this process and all its descendants."""
-    own, found = psutil.Process(), []
-    for process in [own, *own.children(recursive=True)]:
-        with suppress(OSError):  # the process has ended
-            found.append((process.pid, start_ticks(process.pid)))
-    return tuple(found)
+def own_processes() -> tuple[int, ...]:
+    """Return the ids of this process and all its descendants."""
+    own = psutil.Process()
+    return tuple(process.pid for process in [own, *own.children(recursive=True)])
 
 
-def start_ticks(pid: int) -> int:
-    """Return when a process of this machine started, in clock ticks since the boot (field 22 in proc_pid_stat(5)).
+def kill_marked(mark: str) -> None:
+    """Kill all processes of this machine whose `ENGINE_MARK` has this value.
 
-    Unlike psutil's time it does not change when the machine's clock is set. Raises OSError if the process has ended.
+    vLLM's processes outlive an actor that is killed, and are not known before it has started.
     """
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    return int(after_name.split()[19])
+    killed = set[int]()
+    while found := set(_marked(mark)) - killed:  # again, because a process may have started another one meanwhile
+        for pid in found:
+            with suppress(OSError):  # the process has ended
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
 
 
-def unlink_shared_memory(processes: Processes) -> None:
+def _marked(mark: str) -> Iterator[int]:
+    entry = f"{ENGINE_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name)
+
+
+def unlink_shared_memory(processes: Sequence[int]) -> None:
     """Remove the names of Python's shared memory that these processes have mapped.
 
     vLLM's message queues are such memory, and would stay in /dev/shm when their processes are killed. Without names the
     memory is freed when its last process ends. All processes must have mapped what they use.
     """
-    for pid, _ in processes:
+    for pid in processes:
         with suppress(OSError):  # the process has ended
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 path = line.split(maxsplit=5)[5:]

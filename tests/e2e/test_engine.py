@@ -467,7 +467,7 @@ def test_a_core_that_is_killed_while_it_loads_weights_is_a_lost_engine_at_once(e
 
     async def load_and_kill() -> None:
         facts = await experts.engine.start(EngineSpec(Path(), RolloutConfig(), "", 0), WeightRoute(Path()))
-        processes = [psutil.Process(process_id) for process_id, _ in facts.processes]
+        processes = [psutil.Process(process_id) for process_id in facts.processes]
         # The other engine of these tests belongs to this process, too.
         core = max((p for p in processes if "EngineCore" in title(p)), key=lambda process: process.create_time())
         core.suspend()  # so that the load is in progress
@@ -509,7 +509,7 @@ def test_under_ray_a_cancelled_request_is_released_and_a_dead_core_is_a_lost_eng
         _, generated = await router.generate(request(LONG_PROMPT))
         assert generated.policy_version == 1
         assert lost == []
-        processes = [psutil.Process(process_id) for process_id, _ in facts.processes]
+        processes = [psutil.Process(process_id) for process_id in facts.processes]
         (core,) = (process for process in processes if "EngineCore" in title(process))
         core.kill()
         with pytest.raises(EngineLost, match="vLLM's core ended"):

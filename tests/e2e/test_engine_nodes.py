@@ -44,7 +44,7 @@ def perturb(model: PreTrainedModel) -> None:
 async def processes_of(engine: EngineActor) -> list[list[psutil.Process]]:
     """Return the processes of an engine by node."""
     started = [await call for call in engine.starting.values()]
-    return [[psutil.Process(pid) for pid, _ in ranks.processes] for ranks in started]
+    return [[psutil.Process(pid) for pid in ranks.processes] for ranks in started]
 
 
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:

@@ -12,12 +12,10 @@ from megatron_bapo.cluster.trainer_process import (
     TrainerNode,
     end_all,
     interface_of,
-    kill,
     start_trainer,
     torchrun,
 )
 from megatron_bapo.errors import UserError
-from megatron_bapo.rollout.engine_nodes import own_processes, start_ticks
 
 
 def node(**values) -> TrainerNode:
@@ -56,23 +54,6 @@ def test_the_interface_of_an_address_is_found_and_a_foreign_address_is_refused()
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(UserError, match=r"no network interface of this machine has the address 203\.0\.113\.7"):
         interface_of("203.0.113.7")
-
-
-def test_a_process_that_reuses_a_process_id_is_not_killed() -> None:
-    process = psutil.Popen(["sleep", "60"])
-    kill(((process.pid, start_ticks(process.pid) - 1),))
-    assert process.is_running()
-    kill(((process.pid, start_ticks(process.pid)),))
-    assert process.wait(timeout=10) == -9
-    kill(((process.pid, 0),))
-
-
-def test_processes_are_killed_after_the_clock_of_their_machine_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = psutil.Popen(["sleep", "60"])
-    started = tuple(each for each in own_processes() if each[0] == process.pid)
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: time.time() - 1.0)
-    kill(started)
-    assert process.wait(timeout=10) == -9
 
 
 def test_the_rank_that_was_killed_is_distinguished_from_those_that_torchrun_ended(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 import asyncio
+import os
 import socket
+import subprocess
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -13,9 +17,10 @@ from torch.distributed import TCPStore
 
 from megatron_bapo.model.weight_layouts import engine_places, engine_route, one_host_per_gpu, reader_hosts
 from megatron_bapo.rollout.engine import Engine, engine_devices, engine_environment
-from megatron_bapo.rollout.engine_nodes import Meeting, own_processes, unlink_shared_memory
+from megatron_bapo.rollout.engine_nodes import ENGINE_MARK, Meeting, kill_marked, own_processes, unlink_shared_memory
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from megatron_bapo.weight_sync.route import WeightRoute
+from tests.processes import is_alive
 from tests.unit.config.examples import config
 
 GPUS = [str(gpu) for gpu in range(8)]
@@ -125,9 +130,35 @@ def test_shared_memory_without_a_name_remains_usable_and_leaves_no_file() -> Non
     memory = SharedMemory(create=True, size=4096)
     file = Path("/dev/shm") / memory.name
     assert file.exists()
-    unlink_shared_memory((*own_processes(), (2**22 + 1, 0)))
+    unlink_shared_memory((*own_processes(), 2**22 + 1))
     assert not file.exists()
     memory.buf[:3] = b"abc"
     assert bytes(memory.buf[:3]) == b"abc"
     memory.close()
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+
+
+def test_an_engines_processes_are_killed_by_their_mark_though_the_one_that_started_them_is_dead() -> None:
+    """The first process starts a second one, which is stopped. Those with another mark or without any stay."""
+    marks = {"marked": "mark 1", "other": "mark 2", "none": ""}
+    with ExitStack() as stack:
+        started = dict[str, psutil.Process]()
+        for name, mark in marks.items():
+            environment = os.environ | ({ENGINE_MARK: mark} if mark else {})
+            process = subprocess.Popen(["sh", "-c", "sleep 300 & exec sleep 300"], env=environment)
+            stack.enter_context(process)
+            started[name] = psutil.Process(process.pid)
+            while not (children := started[name].children()):
+                time.sleep(0.05)
+            for each in (process, *children):
+                stack.callback(each.kill)
+            started[f"{name}'s child"] = children[0]
+        started["marked's child"].suspend()
+        started["marked"].kill()
+        kill_marked("mark 1")
+        while is_alive(started["marked's child"]):
+            time.sleep(0.05)
+        assert [name for name, each in started.items() if is_alive(each)] == [
+            *("other", "other's child"),
+            *("none", "none's child"),
+        ]
