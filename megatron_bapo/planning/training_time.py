@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from megatron_bapo.config.architecture import Architecture
@@ -102,11 +102,14 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
     longest = compute if assumptions.balances_stages else by_stage[slowest]
     done, filling = updates * count, updates * (stages - 1) / parallel.virtual_pipeline_model_parallel_size
     # A layer's collectives, in forward passes and in backward passes, which repeat them.
-    often = (2 + scored + passes.recomputed_collectives) * sum(layers[slowest])
-    tensor, context, expert = (seconds * often for seconds in passes.collectives)
+    tensor, context, expert = (
+        seconds * (2 + scored + again) * sum(layers[slowest])
+        for seconds, again in zip(passes.collectives, passes.repeated, strict=True)
+    )
     hop = (2 + scored) * collective_time.stage_seconds(config, arch, passes.links, passes.tokens)
     communication = tensor + context + expert + hop
-    launch = max(0.0, passes.host_s * often / 2 - longest - communication)
+    launched = passes.host_s * (2 + scored + passes.relaunched) * sum(layers[slowest]) / 2
+    launch = max(0.0, launched - longest - communication)
     busy = longest + communication + launch
     data, optimizer = _update_seconds(config, arch, gpu, assumptions)
     return TrainingTime(
@@ -222,15 +225,8 @@ class _MicroBatchPasses:
         self.output = output_block(wide, arch, tp, self.tokens)
         scores = 2.0 * arch.attention_width * square / (tp * cp)
         scores /= gpu.bf16_flops * assumptions.attention_efficiency
-        self.recomputed_collectives = float(parallel.recompute_granularity == "full")
-        self.recomputed = [layer.forward * self.recomputed_collectives for layer in self.layers]
-        """Seconds of what the backward pass computes again, in the same layers."""
-        if parallel.recompute_granularity == "selective":
-            again = [name in parallel.recompute_modules for name in ("mlp", "moe")]
-            mixed = mixing_seconds(wide, arch, tp, cp, self.tokens, square, scores)
-            scored_again = mixed * ("core_attn" in parallel.recompute_modules)
-            self.recomputed = [part.forward * each + scored_again for part, each in zip(fed, again, strict=True)]
-            self.recomputed_collectives = 0.5 * (again[0] * (num_layers - num_moe) + again[1] * num_moe) / num_layers
+        mixed = mixing_seconds(wide, arch, tp, cp, self.tokens, square, scores)
+        self._recompute(parallel, arch, fed, mixed)
         links, tokens = self.links, self.tokens
         self.collectives = (
             collective_time.tensor_seconds(config, arch, links, tokens),
@@ -244,6 +240,23 @@ class _MicroBatchPasses:
         expert_ms += quantised * (1 - share) * assumptions.host_expert_tensor_us / 1e3
         self.host_s = (dense_ms + (expert_ms - dense_ms) * num_moe / num_layers) / 1e3
         """Of the mean layer, forward and backward."""
+
+    def _recompute(self, parallel: ParallelConfig, arch: Architecture, fed: Sequence[Passes], mixed: float) -> None:
+        """Set what the backward pass does again; `mixed` are the seconds of a layer's core attention."""
+        full, num_layers = parallel.recompute_granularity == "full", arch.num_hidden_layers
+        modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()
+        attention, mlp, moe = (name in modules for name in ("core_attn", "mlp", "moe"))
+        self.recomputed = [
+            layer.forward if full else part.forward * again + mixed * attention
+            for layer, part, again in zip(self.layers, fed, (mlp, moe), strict=True)
+        ]
+        """Seconds in the same layers."""
+        dense, experts = (num / num_layers for num in (num_layers - len(arch.moe_layers), len(arch.moe_layers)))
+        self.relaunched = full + 0.5 * (dense * mlp + experts * moe)
+        """Part of a forward pass's kernels that the host launches again."""
+        blocks = full + 0.5 * (dense * mlp + experts * moe * (arch.shared_expert_intermediate_size > 0))
+        self.repeated = blocks, float(full or attention), float(full or moe)
+        """How often the forward pass's (tensor, context, expert) collectives are repeated."""
 
     def of_layers(self, num_dense: int, num_moe: int, num_forward: float) -> float:
         """Return the seconds of layers' backward passes, what they compute again, and `num_forward` forward passes."""

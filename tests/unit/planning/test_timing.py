@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.lora import LoraConfig, TargetModule
+from megatron_bapo.planning.collective_time import Links
 from megatron_bapo.planning.flops import forward_flops, training_flops
 from megatron_bapo.planning.generation_time import decode_cost
 from megatron_bapo.planning.hardware import GPUS, Assumptions
@@ -16,6 +17,7 @@ from megatron_bapo.planning.parameters import num_active_adapter_parameters
 from megatron_bapo.planning.response_lengths import lengths_of, mean_response
 from megatron_bapo.planning.settings import with_placement
 from megatron_bapo.planning.trainer_memory import num_micro_batches
+from megatron_bapo.planning.training_time import scoring_passes
 from megatron_bapo.simulation.calibration import planned_workload
 from megatron_bapo.simulation.simulator import simulate
 from tests.unit.planning.examples import recipe
@@ -291,3 +293,32 @@ def test_separate_engines_may_have_another_gpu_than_the_trainer() -> None:
     assert other.time.generation > 2 * same.time.generation
     assert (other.time.training, other.time.mfu) == (same.time.training, same.time.mfu)
     assert replace(other, config=with_placement(other.config, "colocated")).engine == same.engine
+
+
+def test_the_backward_pass_repeats_the_collectives_of_what_it_computes_again() -> None:
+    """Megatron checkpoints a layer's experts with their dispatch, and core attention with its exchange of keys."""
+
+    def parts(name: str, module: str, *more: str) -> tuple[float, float]:
+        selective = "parallel.recompute_granularity=selective", f"parallel.recompute_modules=[{module}]"
+        training = recipe(name, *selective, *more).training
+        return training.expert, training.context
+
+    experts, split = "qwen3-30b-a3b_16gpus", ("parallel.context_parallel_size=2", "parallel.sequence_parallel=false")
+    plain, again = parts(experts, ""), parts(experts, "moe")
+    passes = 2 + scoring_passes(recipe(experts).config)
+    assert again[0] == pytest.approx(plain[0] * (passes + 1) / passes)
+    plain, mlp, attention = (parts("qwen2.5-7b_8gpus", module, *split) for module in ("", "mlp", "core_attn"))
+    passes = 2 + scoring_passes(recipe("qwen2.5-7b_8gpus").config)
+    assert plain[1] == mlp[1] > 0
+    assert attention[1] == pytest.approx(plain[1] * (passes + 1) / passes)
+
+
+def test_a_group_on_the_border_of_two_nodes_takes_the_networks_time() -> None:
+    """12 ranks are six on each of two nodes, so that the second of three groups of four is on both."""
+    gpu, assumptions = GPUS["H100"], Assumptions()
+    twelve, eight = (
+        Links.of_trainer(recipe("qwen2.5-7b_8gpus", f"parallel.world_size={num}").config, gpu, assumptions)
+        for num in (12, 8)
+    )
+    assert [span for span in range(1, 9) if twelve.is_inside(span)] == [1, 2, 3, 6]
+    assert eight.seconds(1e9, 4) < 0.2 * twelve.seconds(1e9, 4)
