@@ -1,8 +1,8 @@
 """Notices that a host of a gloo process group is gone, however long the others wait for their turn in a transfer.
 
-gloo limits each wait, but a host may rightly wait for all that is transferred before its turn. And gloo tells nobody
-who is within a message that its connection has closed: `signalException` in its `transport/tcp/pair.cc` goes through
-the operations that wait, and not through the one under way.
+gloo limits each wait, but a host may rightly wait for all that is transferred before its turn. And gloo does not tell
+who receives or sends a message that its connection has closed meanwhile: `signalException` in its
+`transport/tcp/pair.cc` leaves out the operation under way.
 """
 
 from __future__ import annotations
