@@ -41,8 +41,8 @@ def _refuse(unknown: Mapping[str, str], args: Sequence[str]) -> None:
     from megatron_bapo.config.yaml_text import parse_yaml
 
     values = {option: parse_yaml(value, f"the value of {option}") for option, value in unknown.items()}
-    known, keys = with_given(((name.lstrip("-"), value) for name, value in values.items()), _known(args)), set[str]()
-    keys |= {*dotted_keys(Config)}
+    known = with_given(((option.lstrip("-"), value) for option, value in values.items()), _known(args))
+    keys = {*dotted_keys(Config)}
     hints = {
         option: f"write {option[2:]}={unknown[option]}" if option[2:] in keys else option_hint(option, value, known)
         for option, value in values.items()

@@ -96,7 +96,9 @@ def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt:
                 continue
             problem = f"{where}: {row}"
             if source.on_bad_line == "stop" and isinstance(row, MissingColumn) and row.key and index == 0:
-                raise UserError(f"{problem}. Set data.{name}.{row.key} to it.")  # all rows may lack the column
+                raise UserError(
+                    f"{problem}. Set data.{name}.{row.key} to the right column."
+                )  # all rows may lack the column
             if source.on_bad_line == "stop":
                 raise UserError(f"{problem}. Correct it, or set data.{name}.on_bad_line=skip to skip such rows.")
             num_skipped += 1

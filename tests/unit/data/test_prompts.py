@@ -276,7 +276,7 @@ def test_held_out_prompts_are_found_whatever_their_spaces_case_and_system_prompt
 def test_a_column_that_the_first_row_lacks_is_answered_with_the_key_that_names_it(tmp_path: Path) -> None:
     """To skip such rows would often skip all."""
     first = {"question": "2+2", "answer": "4"}
-    with pytest.raises(UserError, match=r"Set data\.train\.prompt_key to it\.$"):
+    with pytest.raises(UserError, match=r"Set data\.train\.prompt_key to the right column\.$"):
         load(write_jsonl(tmp_path, first))
     with pytest.raises(UserError, match=r"on_bad_line=skip"):
         load(write_jsonl(tmp_path, {"prompt": "1+1", "answer": "2"}, first))
