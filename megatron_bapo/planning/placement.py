@@ -115,22 +115,18 @@ def fewest_nodes(
     return most
 
 
-def nodes_needed(config: Config, gpus_per_node: int, engine_gpus_per_node: int | None) -> int:
-    """Return the smallest number of nodes on which a run is placed.
+def nodes_needed(config: Config, gpus_per_node: int, engine_gpus_per_node: int | None, *, first: int) -> int:
+    """Return the smallest number of nodes, from `first` on, on which a run is placed.
 
     All nodes are alike, or separate engines have nodes of their own kind, with `engine_gpus_per_node` GPUs each. Raises
     UserError if no number suffices.
     """
-    rollout, world_size = config.rollout, config.parallel.world_size
-    most = rollout.num_engines * rollout.nodes_per_engine + config.num_teacher_ranks
+    most = first + config.rollout.num_engines * config.rollout.nodes_per_engine + config.num_teacher_ranks
     if engine_gpus_per_node is None:
-        num_gpus = rollout.num_gpus(world_size, config.num_engine_ranks) + config.num_teacher_ranks
-        first = -(-num_gpus // gpus_per_node)
-        return fewest_nodes(config, gpus_per_node, "any", [], first=first, most=first + most)
-    trainers = alike_nodes(-(-world_size // gpus_per_node), gpus_per_node, "trainer")
-    first = -(-(config.num_engine_ranks + config.num_teacher_ranks) // engine_gpus_per_node)
-    found = fewest_nodes(config, engine_gpus_per_node, "rollout", trainers, first=first, most=first + most)
-    return len(trainers) + found
+        return fewest_nodes(config, gpus_per_node, "any", [], first=first, most=most)
+    trainers = alike_nodes(-(-config.parallel.world_size // gpus_per_node), gpus_per_node, "trainer")
+    sizes = {"first": first - len(trainers), "most": most - len(trainers)}
+    return len(trainers) + fewest_nodes(config, engine_gpus_per_node, "rollout", trainers, **sizes)
 
 
 def _place_by_gpus(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tuple[Node, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,11 +77,17 @@ class Plan:
         return self.config.rollout.num_gpus(trainer, engines) + self.config.num_teacher_ranks
 
     @cached_property
+    def _nodes(self) -> tuple[int, str | None]:
+        """Nodes that the launcher needs; if no number suffices, those whose GPUs the run would fill, and the reason."""
+        per_node, per_engine_node = self.assumptions.gpus_per_node, self.assumptions.engine_gpus_per_node
+        try:
+            return nodes_needed(self.config, per_node, per_engine_node, first=self.num_filled_nodes), None
+        except UserError as error:
+            return self.num_filled_nodes, str(error)
+
+    @property
     def num_nodes(self) -> int:
-        """Nodes that the launcher needs; if no number suffices, those whose GPUs the run would fill."""
-        with suppress(UserError):
-            return self._nodes_needed()
-        return self.num_filled_nodes
+        return self._nodes[0]
 
     @property
     def num_filled_nodes(self) -> int:
@@ -91,9 +96,6 @@ class Plan:
         if assumptions.engine_gpus_per_node is None:
             return -(-self.num_gpus // assumptions.gpus_per_node)
         return -(-world // assumptions.gpus_per_node) - (world - self.num_gpus) // assumptions.engine_gpus_per_node
-
-    def _nodes_needed(self) -> int:
-        return nodes_needed(self.config, self.assumptions.gpus_per_node, self.assumptions.engine_gpus_per_node)
 
     @property
     def gpus(self) -> str:
@@ -264,7 +266,8 @@ class Plan:
     def problems(self) -> list[str]:
         """Reasons why the configuration does not fit, one line each; empty if it fits."""
         found = [*self._hardware_problems(), *self.problems_of_gpus, *self._host_problems()]
-        return found or [*self._placement_problems()]
+        _, unplaced = self._nodes
+        return found or ([] if unplaced is None else [unplaced])
 
     @property
     def problems_of_gpus(self) -> list[str]:
@@ -285,13 +288,6 @@ class Plan:
                 f"rollout.quantization={self.config.rollout.quantization}: an {self.engine_gpu_name} has no FP8 "
                 "matrix products; remove the key"
             )
-
-    def _placement_problems(self) -> Iterator[str]:
-        """Yield why the launcher would not place the run on any number of nodes."""
-        try:
-            self._nodes_needed()
-        except UserError as error:
-            yield str(error)
 
     def _trainer_problems(self) -> Iterator[str]:
         worst = self.worst_stage
